@@ -23,6 +23,7 @@ MOST_RANKS = 64
 type WeightDtype = Literal["int8", "fp8", "fp8_dynamic", "mxfp4"]
 AttentionOutput = Literal["fp8", "fp8_groups", "nvfp4"]
 QueryDtype = Literal["fp8"]
+VisionDtype = Literal["fp8"]
 CacheDtype = Literal["fp8", "fp8_e5m2", "fp8_packed", "int8", "int8_keys", "fp8_e4m3", "fp8_ds_mla", "auto"]
 DraftCacheDtype = Literal["fp8", "fp8_e5m2", "fp8_e4m3", "auto"]
 Proposals = Literal["shared_noise", "argmax", "rejection"]
@@ -30,6 +31,7 @@ WEIGHT_DTYPES: tuple[str, ...] = get_args(WeightDtype.__value__)
 # Formats that a release comes in: weights are kept so, never made so, and no drafter is released so.
 RELEASED = ("mxfp4",)
 DRAFT_WEIGHT_DTYPES = tuple(one for one in WEIGHT_DTYPES if one not in RELEASED)
+VISION_DTYPES: tuple[str, ...] = get_args(VisionDtype)
 QUERY_DTYPES: tuple[str, ...] = get_args(QueryDtype)
 ATTENTION_OUTPUTS: tuple[str, ...] = get_args(AttentionOutput)
 CACHE_DTYPES: tuple[str, ...] = get_args(CacheDtype)
@@ -186,6 +188,10 @@ FLAGS: dict[str, Flag] = {
         kind=_yes_or_no,
         metavar="yes|no",
     ),
+    "vision_attention_dtype": Flag("queries, keys and values of the vision tower in float8", choices=VISION_DTYPES),
+    "vision_scales": Flag(
+        "their scales, found before and saved (default: by the largest numbers of the last 16 calls)", metavar="PATH"
+    ),
     "revision": Flag("branch, tag or commit of a target's hub id", metavar="REV"),
     "draft_revision": Flag("the same for --draft", metavar="REV"),
 }
@@ -258,6 +264,10 @@ class LoadOptions:
         more in every layer. For contexts that do not fit otherwise.
       vision: whether the target's vision tower is loaded, with which messages may hold pictures. None loads it where there is
         one, on the first GPU; True insists on it; False leaves it out.
+      vision_attention_dtype: "fp8" rounds queries, keys and values of the vision tower's attention to float8, on a scale of each
+        block. None leaves them.
+      vision_scales: a file of `Model.save_vision_scales`, or of vLLM's, with those scales. Without, they follow from the largest
+        numbers of the last 16 calls and of the newest one, so that a picture's rows depend on what was seen before.
       revision: branch, tag or commit of the target's hub id.
       draft_revision: the same for `draft`.
 
@@ -289,6 +299,8 @@ class LoadOptions:
     tp: int = 1
     decode_context_parallel_size: int = 1
     vision: bool | None = None
+    vision_attention_dtype: VisionDtype | None = None
+    vision_scales: str | Path | None = None
     revision: str | None = None
     draft_revision: str | None = None
 
@@ -316,6 +328,9 @@ class LoadOptions:
             object.__setattr__(self, "vision", as_flag(self.vision))
             if self.vision is None:
                 raise ParameterError("vision must be True, False, or None for the tower that there is")
+        _one_of("vision_attention_dtype", self.vision_attention_dtype, (None, *VISION_DTYPES))
+        if self.vision_scales is not None and self.vision_attention_dtype is None:
+            raise ParameterError('vision_scales are for vision_attention_dtype="fp8": give both, or leave them out')
         _one_of("proposals", self.proposals, PROPOSALS)
         check_weight_dtype(self.weight_dtype)
         check_weight_dtype(self.draft_weight_dtype, "draft_weight_dtype", DRAFT_WEIGHT_DTYPES)
@@ -440,6 +455,8 @@ class LoadKeywords(TypedDict, total=False):
     tp: int
     decode_context_parallel_size: int
     vision: bool | None
+    vision_attention_dtype: VisionDtype | None
+    vision_scales: str | Path | None
     revision: str | None
     draft_revision: str | None
 

@@ -132,7 +132,10 @@ def vision_of(target: Checkpoint, options: LoadOptions) -> Checkpoint | None:
     """
     if options.vision and target.vision is None:
         raise ParameterError("vision=True asks for a vision tower, which is not in this checkpoint: leave vision out")
-    return None if options.vision is False else target.vision
+    tower = None if options.vision is False else target.vision
+    if tower is None and options.vision_attention_dtype is not None:
+        raise ParameterError("vision_attention_dtype is for a vision tower, and none is loaded: leave it out")
+    return tower
 
 
 def tower_shapes(tower: Checkpoint, dtype: jnp.dtype) -> dict[str, jax.ShapeDtypeStruct]:

@@ -22,6 +22,7 @@ TYPED = {
     "attention_output": ("nvfp4", "nvfp4"), "query_dtype": ("fp8", "fp8"), "scale_range": ("200,100,50.5", [200, 100, 50.5]),
     "weight_dtype": ("int8", "int8"), "draft_weight_dtype": ("fp8", "fp8"), "verify_length": ("auto", "auto"),
     "draft_window": ("128", 128), "exact": (None, True), "tp": ("2", 2), "vision": ("no", False),
+    "vision_attention_dtype": ("fp8", "fp8"), "vision_scales": ("v.json", "v.json"),
     "decode_context_parallel_size": ("2", 2),
     "revision": ("v1", "v1"), "draft_revision": ("v2", "v2"), "calibration": ("FILE", ["a"]), "cache_scales": ("s.json", "s.json"),
 }  # fmt: skip
@@ -74,6 +75,8 @@ def test_what_is_not_typed_keeps_its_default():
         ({"scale_range": (200, 0, 449), "cache_dtype": "fp8"}, "three numbers from 1 to 448"),
         ({"scale_range": (9, 9, 9), "cache_dtype": "fp8"}, "scales that are found: add calibration"),
         ({"scale_range": (9, 9, 9), "cache_dtype": "int8", "calibration": ["a"]}, "not 'int8': leave it out"),
+        ({"vision_scales": "a.json"}, 'vision_scales are for vision_attention_dtype="fp8": give both'),
+        ({"vision_attention_dtype": "int8"}, "vision_attention_dtype must be None or fp8, got 'int8'"),
         ({"calibration": "a text"}, r"a list of texts or of token ids, got one text: \['a text'\]"),
         ({"calibration": ["a"]}, 'calibration finds scales for cache_dtype "fp8" and "int8", not for None'),
     ],
