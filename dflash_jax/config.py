@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from types import UnionType
-from typing import Any, get_args, get_origin
+from typing import Any, ClassVar, get_args, get_origin
 
 from dflash_jax.errors import ConfigError
 
@@ -462,7 +462,12 @@ class DecoderConfig:
 
     Attributes:
       windows: per layer, the number of keys a query sees counting itself, or None for all.
+      cut_sizes, key_head_counts: names of sizes that devices which share a model divide among them, and of numbers of key heads,
+        of which several may hold the same.
     """
+
+    cut_sizes: ClassVar[tuple[str, ...]] = ("num_heads", "intermediate_size")
+    key_head_counts: ClassVar[tuple[str, ...]] = ("num_kv_heads",)
 
     vocab_size: int
     hidden_size: int

@@ -260,8 +260,9 @@ def load(
     def observe(params: Mapping[str, Array]) -> None:
         if texts:
             engine.cache_scales = calibrate(
-                engine.target, params, texts, cache_dtype="int8" if asked.cache_dtype == "int8" else "fp8"
-            )
+                engine.target, params, texts, cache_dtype="int8" if asked.cache_dtype == "int8" else "fp8",
+                ranks=engine.programs.ranks,
+            )  # fmt: skip
 
     compiled = start_compiling(reading_jobs(engine.weights), in_order=False)
     compiled += start_compiling(() if ahead is None else ahead(model).first_jobs())

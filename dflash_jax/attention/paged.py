@@ -237,7 +237,7 @@ def write_context(
     """
     slots = _flat_slots(page_table, positions, live, pages.page_size)
     with jax.named_scope("draft_context"):
-        projected = (products, *drafter.rotary(positions))
+        projected = (drafter.context_rows(products), *drafter.rotary(positions))
         kv, cos, sin = (x.reshape(positions.size, x.shape[-1]) for x in projected)
         sides: Any = {"k_norm": drafter.context_norms}
         if pages.k_scale:
@@ -250,10 +250,11 @@ def write_context(
             layers = [i for i, other in enumerate(slots.groups) if other == group]
             if not layers:
                 continue
+            theirs = {name: each and tuple(each[i] for i in layers) for name, each in sides.items()}
             k, v, _ = kv_write(
                 tuple(pages.k[i] for i in layers), tuple(pages.v[i] for i in layers),
                 jnp.concatenate([of_layers[:, i] for i in layers], axis=1), own, cos, sin,
-                eps=drafter.config.norm_eps, **{name: tuple(each[i] for i in layers) for name, each in sides.items()},
+                eps=drafter.config.norm_eps, **theirs,
             )  # fmt: skip
             for place, i in enumerate(layers):
                 pages = pages.with_layer(i, k=k[place], v=v[place])

@@ -237,6 +237,7 @@ def lines(facts: dict[str, Any]) -> list[str]:
             rows.append(("", f"{model['experts_per_token']} of {model['experts']} experts a token"))
         if "block_size" in model:
             head = "" if model["draft_head"] == "v1" else f", draft head {model['draft_head']}"
+            head += f", layers of {model['layers_of']}" if "layers_of" in model else ""
             rows.append(("", f"blocks of {model['block_size']}, reads target layers {model['tapped_layers']}{head}"))
     if (tower := facts["vision"]) is not None:
         edge = tower["pixels_of_a_token"]

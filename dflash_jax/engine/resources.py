@@ -34,7 +34,7 @@ from dflash_jax.engine.verify_policy import VerifyLength, VerifyPolicy
 from dflash_jax.errors import CapacityError, ParameterError, PromptError
 from dflash_jax.models.dflash_config import DFlashConfig
 from dflash_jax.parallel.ranks import held, pool_config, share_config
-from dflash_jax.quantization.kv_formats import CacheFormat, quantized_format
+from dflash_jax.quantization.kv_formats import CacheFormat, quantized_format, repeated_scales
 from dflash_jax.quantization.weights import Weight
 
 MAX_CYCLES = 32
@@ -96,6 +96,8 @@ class Resources:
       pictures: whether prompts may hold pictures, for which the target turns heads on three axes.
       goes_ahead: whether the next cycles may be started before the results of the last ones are looked at; see
         `engine.scheduler.InFlight`. None does so on GPUs, once calls have been seen to return while the device works.
+      late_dispatch: whether the next call is left for late where requests have just ended, so that those which follow them are in
+        it (`engine.scheduler.Scheduler`). Of use where each user asks again once answered; no GPU has timed it.
       cascade: whether requests that begin with the same pages attend to these once (`engine.cascade`): None where that saves time
         on a GPU; True wherever two share a page, waiting for the programs; False never.
       groups: layers whose pages are kept equally long, with the accounts of these; all are free whenever nothing runs.
@@ -130,6 +132,7 @@ class Resources:
     imposed_acceptance: float | tuple[float, ...] | None = None
     pictures: bool = False
     goes_ahead: bool | None = None
+    late_dispatch: bool = False
     cascade: bool | None = None
     programs: Programs = field(default_factory=Programs)
 
@@ -481,8 +484,9 @@ class Resources:
         return {"pools": self._make_pools, "states": self._make_states}
 
     def _zeroed_pools(self) -> tuple[Pages, Pages]:
-        options = {"cache_dtype": self.cache_dtype, "scales": self.cache_scales}
         target, draft = pool_config(self.target, self.tp), self.draft
+        scales = None if self.cache_scales is None else repeated_scales(self.cache_scales, self.target, target)
+        options = {"cache_dtype": self.cache_dtype, "scales": scales}
         counts = {
             role: {
                 i: count
@@ -517,7 +521,7 @@ class Resources:
         texts = [prompt[:TRAFFIC_TOKENS] for prompt in itertools.islice(prompts, TRAFFIC_PROMPTS)]
         kind = "int8" if quantized_format(self.cache_dtype) == "int8" else "fp8"
         params: Any = self.weights["target"]
-        scales = calibrate(self.target, params, texts, cache_dtype=kind)
+        scales = calibrate(self.target, params, texts, cache_dtype=kind, ranks=self.programs.ranks)
         with self.taking:
             self.cache_scales, self.scales_from_traffic = scales, False
             self.lose_pools()  # they hold the scales

@@ -2,13 +2,15 @@
 
 from collections.abc import Iterator
 
+import jax
+
 from dflash_jax.attention.context_parallel import most_queries
 from dflash_jax.cache.specs import layer_specs
 from dflash_jax.config import DecoderConfig
 from dflash_jax.errors import ParameterError
 from dflash_jax.models import DFlashConfig
 from dflash_jax.models.registry import family_for, layer_traits
-from dflash_jax.options import LoadOptions
+from dflash_jax.options import FROM_TRAFFIC, LoadOptions
 
 
 def sharing_refusals(target: DecoderConfig, draft: DFlashConfig | None, ranks: int) -> list[str]:
@@ -23,8 +25,10 @@ def check_sharing(target: DecoderConfig, draft: DFlashConfig | None, options: Lo
     if options.tp == 1:
         return
     reasons = sharing_refusals(target, draft, options.tp)
-    if options.cache_dtype is not None or options.draft_cache_dtype is not None:
-        reasons.append("cache_dtype is not there for several devices yet: leave it out")
+    if options.cache_scales == FROM_TRAFFIC and jax.process_count() > 1:
+        reasons.append(
+            f'cache_scales="{FROM_TRAFFIC}" finds scales in one process of several: give texts as calibration, or a file'
+        )
     if reasons:
         raise ParameterError(f"tp={options.tp} cannot be: {'; '.join(reasons)}")
 
@@ -41,6 +45,10 @@ def _check_dealing(target: DecoderConfig, draft: DFlashConfig | None, options: L
             f"{subject}={dealt} deals out pages of latents, which {family_for(target).name} has not: leave it out, its pages are "
             "cut by key heads"
         )
+    if options.cache_dtype is not None:
+        raise ParameterError(
+            f"{subject}={dealt} deals out latent rows in the model's dtype, got cache_dtype={options.cache_dtype!r}: leave one out"
+        )
     if any(spec.index for spec in layer_specs(target)):
         raise ParameterError(
             f"{subject}={dealt} is not there for {family_for(target).name}, whose indexer chooses rows among all: leave it out"
@@ -55,20 +63,16 @@ def _check_dealing(target: DecoderConfig, draft: DFlashConfig | None, options: L
 
 def _refusals(config: DecoderConfig, ranks: int) -> Iterator[str]:
     """Why so many devices cannot share a model."""
-    traits, name = layer_traits(config), family_for(config).name
+    traits = layer_traits(config)
     for heads in ("linear_key_heads", "linear_value_heads"):
         if (count := getattr(config, heads, 0)) % ranks:
             yield f"{count} {heads.removeprefix('linear_').replace('_', ' ')} of gated delta nets are no multiple of {ranks}"
-    if traits.activation == "clamped_swiglu":
-        yield f"experts of {name} have biases, which no two devices share yet"
-        return
-    if traits.full_heads is not None:
-        yield f"layers of {name} differ in their heads, which no two devices share yet"
-        return
     if traits.heads % ranks:
         yield f"{traits.heads} query heads are no multiple of {ranks}"
-    if traits.attention == "heads" and traits.kv_heads % ranks and ranks % traits.kv_heads:
-        yield f"{traits.kv_heads} key heads neither divide {ranks} nor are a multiple of it"
+    counts = [traits.kv_heads] + ([] if traits.full_heads is None else [traits.full_heads[0]])
+    for count in dict.fromkeys(counts if traits.attention == "heads" else ()):
+        if count % ranks and ranks % count:
+            yield f"{count} key heads neither divide {ranks} nor are a multiple of it"
     if traits.feed_forward != "moe" and traits.inner % ranks:
         yield f"feed-forwards of {traits.inner} are no multiple of {ranks}"
     if traits.experts is not None and traits.experts.count % ranks:

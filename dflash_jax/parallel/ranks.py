@@ -172,15 +172,17 @@ def share_config[C: DecoderConfig](config: C, ranks: int) -> C:
     """A rank's share of a model: of all heads and of dense feed-forwards' width. All else, experts too, is as of the whole."""
     if ranks == 1:
         return config
-    heads = {"num_kv_heads": max(1, config.num_kv_heads // ranks)}
-    named = ("num_heads", "intermediate_size", "linear_key_heads", "linear_value_heads")
-    divided = {name: getattr(config, name) // ranks for name in named if hasattr(config, name)}
+    heads = {name: max(1, getattr(config, name) // ranks) for name in config.key_head_counts}
+    divided = {name: getattr(config, name) // ranks for name in config.cut_sizes}
     return replace(config, **heads, **divided)
 
 
 def pool_config[C: DecoderConfig](config: C, ranks: int) -> C:
     """A model as its page pools over all ranks see it: where it has fewer key heads than there are ranks, several hold the same."""
-    return replace(config, num_kv_heads=max(config.num_kv_heads, ranks)) if ranks > 1 else config
+    if ranks == 1:
+        return config
+    heads = {name: max(getattr(config, name), ranks) for name in config.key_head_counts}
+    return replace(config, **heads)
 
 
 def held_shape(leaf: Any) -> tuple[int, ...]:
