@@ -242,7 +242,8 @@ def test_other_queries_in_eight_bits_are_refused() -> None:
     for wrong, over in ((eight, pages), (q.astype(jnp.float8_e5m2), rows)):
         with pytest.raises(ValueError, match=r"q must be .* only pages, and queries beside float8_e4m3fn ones, may"):
             mla_attention(wrong, over, table, lens, **options)
-    for given in ({"q_scale": 1.0}, {"dtype": jnp.bfloat16}):
+    left_over: list[dict[str, Any]] = [{"q_scale": 1.0}, {"dtype": jnp.bfloat16}]
+    for given in left_over:
         with pytest.raises(
             ValueError, match="q_scale and dtype are for queries and pages in float8_e4m3fn, these are float32"
         ):
