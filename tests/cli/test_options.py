@@ -91,4 +91,4 @@ def test_what_no_model_could_take_is_refused(given, message):
 
 def test_an_unknown_option_is_named():
     with pytest.raises(TypeError, match="unexpected keyword argument 'max_batches'; there are draft, dtype"):
-        dj.load(max_batches=3)
+        dj.load(max_batches=3)  # pyright: ignore[reportCallIssue]
