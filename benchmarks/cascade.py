@@ -26,7 +26,7 @@ from record import Record, arguments
 
 from dflash_jax.attention.cascade import cascade_attention, split_tables
 from dflash_jax.attention.prefill import attend_to_pages
-from dflash_jax.engine.cascade import LayerCost
+from dflash_jax.engine.cascade import LayerCost, Sharers
 from dflash_jax.execution.plan import ONE_GRAPH
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE, OWN = 32, 8, 128, 64, 256
@@ -140,7 +140,7 @@ def main() -> None:
             ready = {form: programs[b, t, form].result() for form in FORMS}
             # One element of the queries is another one after each call: never the rows that are compared.
             layer = LayerCost(2 * KV_HEADS * HEAD_DIM * 2, HEADS, KV_HEADS, HEAD_DIM)
-            chosen = "together" if layer.saved_s(b, b, t, shared) > 0 else "alone"
+            chosen = "together" if layer.saved_s([Sharers(b, shared)], b, t) > 0 else "alone"
             errors = {form: check(name, run(), *given) for form, run in ready.items()}
             count = CALLS * (len(given[1]) + 1)
             times = in_turns(ready, count, ROUNDS)
