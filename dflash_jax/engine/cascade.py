@@ -29,9 +29,9 @@ type Sharing = Literal["group", "groups"]
 
 
 class Sharers(NamedTuple):
-    """Sequences that begin with the same tokens: how many they are, and how many those."""
+    """Sequences that begin with the same tokens: how many they are, and how many of those."""
 
-    count: int
+    members: int
     tokens: int
 
 
@@ -56,7 +56,7 @@ class LayerCost:
         """
         group, saved = self.heads // self.kv_heads, -PARTS_S
         for sharers in groups:
-            saved += self._seconds(sharers.count, sharers.count * _padded(queries * group), sharers.tokens)
+            saved += self._seconds(sharers.members, sharers.members * _padded(queries * group), sharers.tokens)
             saved -= self._seconds(1, _padded(slots * queries * group), sharers.tokens)
         return saved if len(groups) < 2 else saved - self._gathered_s(slots * queries)
 
