@@ -232,9 +232,10 @@ class LoadOptions:
         together (`dflash_jax.parallel.hosts`); each holds its heads, its part of feed-forwards and of the vocabulary, and keys of
         its heads. For models that do not fit one, and for speed. With float32 weights drafting changes no text for a given number;
         another number adds in another order.
-      decode_context_parallel_size: how many of those GPUs a target's latent pages are spread over: 1, each has all of them, or
-        `tp`, each has `page_size` tokens of every page, and a page has `tp` times as many. So many times the tokens fit, for two
-        exchanges more in every layer. For contexts that do not fit otherwise.
+      decode_context_parallel_size: over how many of those GPUs that keep the same keys a target's pages are spread. 1: each has all
+        of them. `tp` for latent rows, which all keep, and `tp` over the number of key heads where these are fewer: each has
+        `page_size` tokens of every page, and a page has so many times as many. So many times the tokens fit, for two exchanges
+        more in every layer. For contexts that do not fit otherwise.
       vision: whether the target's vision tower is loaded, with which messages may hold pictures. None loads it where there is
         one, on the first GPU; True insists on it; False leaves it out.
       revision: branch, tag or commit of the target's hub id.

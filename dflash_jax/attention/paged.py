@@ -22,6 +22,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.attention.cascade import SharedPages, cascade_attention, split_tables
 from dflash_jax.attention.context_parallel import absorbed_over_ranks, most_queries, slots_on_rank
+from dflash_jax.attention.context_parallel_heads import heads_over_ranks
 from dflash_jax.attention.mla import ABSORBED, LatentForm, LatentLayer, absorbed_attention
 from dflash_jax.attention.mla_prefill import chunked_prefill
 from dflash_jax.attention.prefill import attend_to_pages
@@ -48,7 +49,7 @@ class PagedAttend:
       narrow: whether all of their pages are of eight bits.
       shared: pages that a sequence begins with and shares with others, see `attention.cascade.split_tables`. Layers of heads
         without a window read these once for all; None where no program is made for it.
-      dealt: ranks that have a part each of every page, of latent rows; see `attention.context_parallel`.
+      dealt: ranks that have a part each of every page; see `attention.context_parallel`.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class PagedAttend:
         own = self.seq_lens
         if shared is not None:
             own = jnp.maximum(own - (shared if shared.ndim == 1 else jnp.sum(shared, axis=0)) * page_size, 0)
-        self.schedule = None if heads is None else self._make_schedule(own, *heads, page_size, narrow)
+        self.schedule = None if heads is None or dealt > 1 else self._make_schedule(own, *heads, page_size, narrow)
 
     def _make_schedule(
         self, lens: Int[Array, "B"], heads: int, kv_heads: int, page_size: int, narrow: bool
@@ -99,6 +100,8 @@ class PagedAttend:
         v_scale = cache.v_scale[i] if cache.v_scale else None
         rows, cos, sin = (x.reshape(self.rows, x.shape[-1]) for x in (qkv, *rotary))
         norms: Any = {**dict(zip(("q_norm", "k_norm"), layer.norms, strict=True)), "eps": layer.config.norm_eps}
+        if self.dealt > 1:
+            return self._over_ranks(layer, qkv, rotary, cache)
         parts = self._parts(layer)
         # Parts dealt out by lengths are worth more than a launch where lengths may differ much.
         if self.schedule is None and parts is None and self._at_once(layer, qkv, rotary, k):
@@ -128,6 +131,30 @@ class PagedAttend:
         # The schedule of a call that shares pages is for what is left of the sequences.
         schedule = schedule if self.parts is None else None
         return attend_to_pages(q, k, v, table, self.seq_lens, window=layer.window, schedule=schedule, **options), cache
+
+    def _over_ranks(self, layer: Attention, qkv: Array, rotary: Rotary, cache: Pages) -> tuple[Array, Pages]:
+        """The same where ranks that have the same key head keep a part each of every page: what lies before the new tokens is
+        attended to where it is, and these by whoever has their queries."""
+        i, norms = layer.index, dict(zip(("q_norm", "k_norm"), layer.norms, strict=True))
+        rows, cos, sin = (x.reshape(self.rows, x.shape[-1]) for x in (qkv, *rotary))
+        q, k_pages, v_pages, _ = qkv_write(
+            cache.k[i], cache.v[i], rows, of_layer(self.slots, i), cos, sin, eps=layer.config.norm_eps,
+            zero_centered=layer.zero_centered, beside=layer.beside, **norms,
+        )  # fmt: skip
+        q, (_, k, v) = q.reshape(*qkv.shape[:2], *q.shape[1:]), layer.heads(qkv, rotary)
+        out = heads_over_ranks(
+            q,
+            k,
+            v,
+            k_pages,
+            v_pages,
+            of_layer(self.page_table, i),
+            self.seq_lens,
+            self.q_lens,
+            self.dealt,
+            scale=layer.scale,
+        )
+        return out, cache.with_layer(i, k=k_pages, v=v_pages)
 
     def _parts(self, layer: Attention) -> SharedPages | None:
         """What the layer's sequences share, where it reads that once."""

@@ -186,7 +186,7 @@ def random_pair(name: str, **options: Unpack[LoadKeywords]) -> Model:
     if asked.exact:
         check_exact(target)
     dealt = asked.decode_context_parallel_size
-    ranks = local_ranks(asked.tp, deal=dealt > 1)
+    ranks = local_ranks(asked.tp, dealt=dealt)
     rows, stored = cycle_rows(asked.max_batch, draft), stored_shapes(pair, kind, ranks=ranks)
     kept = weight_shapes(pair, kind, asked.weight_dtype, asked.draft_weight_dtype, rows=rows, ranks=ranks)
     check_attention_output(target, asked.attention_output, asked.tp)

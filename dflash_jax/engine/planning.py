@@ -60,7 +60,7 @@ def plan_engine(target: Checkpoint, drafter: Checkpoint | None, options: LoadOpt
         check_pair(target.config, draft)
     check_sharing(target.config, draft, options)
     dealt = options.decode_context_parallel_size
-    ranks = local_ranks(options.tp, deal=dealt > 1)
+    ranks = local_ranks(options.tp, dealt=dealt)
     check_cache_dtype(target.config, options.cache_dtype)
     kept = without_layers(target.config, options.cache_dtype, options.cache_dtype_skip_layers)
     if draft is None and options.draft_cache_dtype is not None:

@@ -33,6 +33,7 @@ from dflash_jax.engine.verify_per_request import PerRequestPolicy
 from dflash_jax.engine.verify_policy import VerifyLength, VerifyPolicy
 from dflash_jax.errors import CapacityError, ParameterError, PromptError
 from dflash_jax.models.dflash_config import DFlashConfig
+from dflash_jax.models.registry import layer_traits
 from dflash_jax.parallel.ranks import held, pool_config, share_config
 from dflash_jax.quantization.kv_formats import CacheFormat, quantized_format, repeated_scales
 from dflash_jax.quantization.weights import Weight
@@ -216,6 +217,7 @@ class Resources:
         """Who says whether cycles read shared pages once; None where none do. Who else has a page says nothing to exact texts."""
         if (
             self.exact
+            or self.dealt > 1
             or self.cascade is False
             or not self.shares
             or (self.cascade is None and jax.default_backend() != "gpu")
@@ -243,7 +245,7 @@ class Resources:
 
     @property
     def dealt(self) -> int:
-        """Devices that have a part each of every latent page."""
+        """Devices that have a part each of every page of the target's."""
         return 1 if self.programs.ranks is None else self.programs.ranks.dealt
 
     @property
@@ -496,9 +498,10 @@ class Resources:
             for role in ROLES
         }
         ours, theirs = ([own[i] for i in range(len(own))] for own in counts.values())
-        dealt = self.dealt
+        dealt, heads = self.dealt, layer_traits(self.target).attention == "heads"
         return (
-            make_pages(target, ours, self.page_size, self.dtype, **options),
+            # Latent rows are cut along a page's tokens, and a key head is whose part of a page it is.
+            make_pages(target, ours, self.page_size // (dealt if heads else 1), self.dtype, **options),
             Pages((), ())
             if draft is None
             else make_pages(

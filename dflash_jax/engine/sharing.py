@@ -34,27 +34,36 @@ def check_sharing(target: DecoderConfig, draft: DFlashConfig | None, options: Lo
 
 
 def _check_dealing(target: DecoderConfig, draft: DFlashConfig | None, options: LoadOptions) -> None:
-    """Raises ParameterError where latent pages cannot be dealt out as asked."""
+    """Raises ParameterError where pages cannot be dealt out as asked."""
     dealt, subject = options.decode_context_parallel_size, "decode_context_parallel_size"
     if dealt == 1:
         return
-    if dealt != options.tp:
-        raise ParameterError(f"{subject} must be 1 or tp={options.tp}, got {dealt}")
-    if layer_traits(target).attention != "latent":
+    traits, name = layer_traits(target), family_for(target).name
+    # Ranks that keep the same keys: all of them where a row is all heads'.
+    most = max(1, options.tp // (1 if traits.attention == "latent" else traits.kv_heads))
+    if most == 1:
         raise ParameterError(
-            f"{subject}={dealt} deals out pages of latents, which {family_for(target).name} has not: leave it out, its pages are "
-            "cut by key heads"
+            f"{subject}={dealt} spreads pages over devices that keep the same keys, and each of tp={options.tp} has some of "
+            f"{name}'s {traits.kv_heads} key heads for itself: leave it out"
+        )
+    if dealt != most:
+        raise ParameterError(
+            f"{subject} must be 1 or {most}, the devices of tp={options.tp} that keep the same keys of {name}, got {dealt}"
+        )
+    if traits.attention == "heads" and (traits.window or traits.sinks or traits.normed_out):
+        raise ParameterError(
+            f"{subject}={dealt} is not there for {name}, whose layers have windows, attention sinks or soft caps: leave it out"
         )
     if options.cache_dtype is not None:
         raise ParameterError(
-            f"{subject}={dealt} deals out latent rows in the model's dtype, got cache_dtype={options.cache_dtype!r}: leave one out"
+            f"{subject}={dealt} deals out pages in the model's dtype, got cache_dtype={options.cache_dtype!r}: leave one out"
         )
     if any(spec.index for spec in layer_specs(target)):
         raise ParameterError(
-            f"{subject}={dealt} is not there for {family_for(target).name}, whose indexer chooses rows among all: leave it out"
+            f"{subject}={dealt} is not there for {name}, whose indexer chooses rows among all: leave it out"
         )
     verified, most = 1 if draft is None else draft.num_drafts + 1, most_queries(dealt, options.page_size)
-    if verified > most:
+    if traits.attention == "latent" and verified > most:
         raise ParameterError(
             f"{subject}={dealt} with page_size={options.page_size} verifies up to {most} tokens of a sequence, the drafter's "
             f"blocks have {verified}: raise page_size"

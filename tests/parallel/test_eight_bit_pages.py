@@ -142,5 +142,5 @@ def test_latents(kind):
 
 
 def test_dealt_out_latents_keep_their_dtype():
-    with pytest.raises(ParameterError, match="deals out latent rows in the model's dtype, got cache_dtype='fp8'"):
+    with pytest.raises(ParameterError, match="deals out pages in the model's dtype, got cache_dtype='fp8'"):
         check_sharing(LATENTS, None, LoadOptions(tp=2, decode_context_parallel_size=2, cache_dtype="fp8"))

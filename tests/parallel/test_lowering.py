@@ -60,6 +60,7 @@ GEMMA3, GEMMA4 = GEMMA3_TARGETS["gemma-3-27b"], GEMMA4_TARGETS["gemma-4-26B-A4B"
 MODELS: dict[str, tuple[str, Any, Any]] = {
     "dense": ("qwen3", *cut_short(TARGETS["Qwen3-8B"], DRAFTERS["Qwen3-8B-DFlash-b16"])),
     "experts": ("qwen3_moe", *cut_short(MOE_TARGETS["Qwen3-30B-A3B"], DRAFTERS["Qwen3-Coder-30B-A3B-DFlash"])),
+    "dealt": ("qwen3_moe", *cut_short(MOE_TARGETS["Qwen3-30B-A3B"], DRAFTERS["Qwen3-Coder-30B-A3B-DFlash"])),
     "latents": ("deepseek", *cut_short(DEEPSEEK_TARGETS["DeepSeek-V2-Lite"], LATENT_DRAFT)),
     "gpt_oss": ("gpt_oss", *cut_short(GPT_OSS_TARGETS["gpt-oss-20b"], DRAFTERS["gpt-oss-20b-DFlash"], (128, None))),
     "gemma3": ("gemma3", *cut_short(GEMMA3, drafter_for(GEMMA3), (1024, None))),
@@ -88,6 +89,7 @@ def lowered(ranks: Ranks, function: Callable, static: tuple, donate: tuple[int, 
 @pytest.mark.parametrize(
     ("name", "slots", "count", "kept"),
     [
+        ("dealt", 8, 8, None),
         ("dense", 1, 2, None), ("dense", 8, 8, None), ("experts", 1, 2, None), ("experts", 8, 4, None), ("latents", 1, 2, None),
         ("latents", 8, 8, None), ("dense", 1, 2, "fp8"), ("dense", 8, 8, "int8"), ("gpt_oss", 1, 2, None),
         ("gpt_oss", 8, 8, None), ("gemma3", 1, 2, None), ("gemma3", 8, 8, None), ("gemma4", 1, 2, None), ("gemma4", 8, 8, None),
@@ -97,8 +99,8 @@ def test_programs_lower(name, slots, count, kept, monkeypatch):
     monkeypatch.setattr(switches, "RANK_EXCHANGE", False)
     device = jax.sharding.AbstractDevice(device_kind=KIND, num_cores=None, platform="gpu")
     mesh = jax.sharding.AbstractMesh((count,), (AXIS,), (jax.sharding.AxisType.Auto,), abstract_device=device)
-    dealt = name == "latents"
-    ranks = Ranks(mesh, deal=dealt)
+    dealt = count if name == "latents" else 2 if name == "dealt" else 1
+    ranks = Ranks(mesh, dealt)
     name_values_once()
     with jax.sharding.use_abstract_mesh(ranks.mesh):
         engine = engine_of(name, ranks, slots, cache_dtype=kept)
@@ -110,10 +112,10 @@ def test_programs_lower(name, slots, count, kept, monkeypatch):
     for text in (cycles, prompts):
         assert "mosaic_gpu" in "".join(re.findall(r"custom_call @(\w+)", text))
     meetings = sum(len(re.findall(rf"stablehlo.{name}\W", cycles)) for name in MEETINGS)
-    # Two for each of three layers; two choices among ranks, where a head is cut; two more for latents that are dealt out in each of
-    # the target's layers.
+    # Two for each of three layers; two choices among ranks, where a head is cut; two more in each of the target's layers where
+    # pages are dealt out.
     choices = 0 if getattr(engine.target, "tie_embeddings", False) else 2
-    assert meetings == 2 * 3 + choices + (2 * 2 if dealt else 0)
+    assert meetings == 2 * 3 + choices + (2 * 2 if dealt > 1 else 0)
 
 
 @pytest.mark.few("dense-1-*")
