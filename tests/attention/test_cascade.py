@@ -203,7 +203,7 @@ def test_real_sizes_on_a_gpu(name: str, t: int) -> None:
     """1,024 shared keys; rows just past them, with fewer queries, without any and idle. NaN wherever nobody may look."""
     pages = 16
     lens, q_lens = [1600, 0, 1024 + t, 1100, 1025, 1911, 1500, 1024 + 64], [t, t, t, 1, 1, t, 0, min(t, 7)]
-    made = {"dtype": ml_dtypes.bfloat16} | LARGE[name]
+    made: dict[str, Any] = {"dtype": ml_dtypes.bfloat16} | LARGE[name]
     case = make_case(lens, q_lens, t=t, kv_heads=8, group=4, head_dim=128, page_size=64, seed=t, **made)
     case.q *= np.asarray(4, case.q.dtype)  # weights that a few keys have for themselves: one too many or too few shows
     case.page_table[np.array(lens) > 0, :pages] = case.page_table[0, :pages]
