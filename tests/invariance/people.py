@@ -5,9 +5,10 @@ whatever call a token is computed in, its result must be the same. Calls draw wh
 the others hold.
 """
 
+import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 
 PEOPLE = 34  # sequences that there are; more than slots
-MIDDLE = 70  # position that blocks of who is compared hold: past a page, near the end of a tile
 MOST = 16  # tokens of a block
 IDLE = -1  # first token of a slot that nobody uses
 
@@ -46,13 +46,17 @@ class Form(NamedTuple):
 
     Attributes:
       draw: the arguments of a call, a pytree of arrays.
-      run: those to results, a pytree of `[B, T, ...]`.
+      run: those to results, a pytree of `[B, T, ...]`; with `kept`, those and what is kept to results and what is kept then.
       options: what XLA is told.
+      middle: the position that blocks of who is compared hold: such that a block ends in one tile of keys or in the next.
+      kept: pages that calls write, as calls begin with. What stands before a block is then what the same calls have written.
     """
 
     draw: Callable[[Call], Any]
     run: Callable[..., Any]
     options: dict[str, Any] = {}  # noqa: RUF012 - of a tuple's fields, read only
+    middle: int = 126
+    kept: Any = None
 
 
 @dataclass(frozen=True)
@@ -61,20 +65,21 @@ class Operation:
 
     Attributes:
       make: its small form, in Pallas's interpreter or XLA's on a CPU, and with True the one that a GPU runs, at real sizes.
-      small: shapes of the small form's calls.
+      small, real: shapes of calls; products of XLA have no small ones, whose order is a matter of the CPU.
       free: over what results do not change either: "T", tokens of a block, "B", sequences. What is left out the mode must pin.
       moves: whether a block may begin anywhere; else all begin at the same token.
-      most: rows of a call at most, on a GPU.
-      least: and at least.
+      holds: whether results are the same in any company; those of which they are not the mode refuses.
+      most, least: rows of a call on a GPU.
     """
 
     make: Callable[[bool], Form]
     small: Sequence[Shape] = ((3, 4),)
     free: str = ""
     moves: bool = True
+    holds: bool = True
     most: int = 10**6
     least: int = 1
-    real: Sequence[Shape] = field(default=SHAPES)
+    real: Sequence[Shape] = SHAPES
 
     @property
     def shapes(self) -> list[Shape]:
@@ -82,36 +87,54 @@ class Operation:
         return [shape for shape in self.real if self.least <= shape[0] * shape[1] <= self.most]
 
 
-def drawn_call(rng: np.random.Generator, shape: Shape, *, moves: bool = True) -> Call:
-    """A third of the slots hold those who are compared, the first ones of all people, whose blocks hold token MIDDLE."""
+def drawn_call(rng: np.random.Generator, shape: Shape, middle: int, *, offset: int = 0) -> Call:
+    """A third of the slots hold those who are compared, the first ones of all people: their blocks begin `offset` tokens before
+    token `middle`."""
     sequences, tokens = shape
     compared = -(-sequences // 3)
     who = np.concatenate([np.arange(compared), compared + rng.permutation(PEOPLE - compared)[: sequences - compared]])
-    first = rng.integers(0, 2 * MIDDLE, sequences)
+    first = rng.integers(0, 2 * middle, sequences)
     first[rng.random(sequences) < 0.2] = IDLE
-    first[:compared] = MIDDLE - (rng.integers(0, tokens, compared) if moves else 0)
+    first[:compared] = middle - offset
     order = rng.permutation(sequences)
     return Call(who[order], first[order], tokens)
 
 
-def differing(form: Form, shapes: Sequence[Shape], *, free: str = "", moves: bool = True, turns: int = 3) -> list[Any]:
+def differing(form: Form, shapes: Sequence[Shape], *, free: str = "", moves: bool = True, turns: int = 2) -> list[Any]:
     """Tokens whose results differ: `(who, position)`. Compared are calls of one shape, and with `free` of several."""
     rng = np.random.default_rng(len(shapes))
     run, seen = jax.jit(form.run, compiler_options=form.options or None), defaultdict[Any, list[bytes]](list)
     for shape in shapes:
-        for _ in range(turns):
-            call = drawn_call(rng, shape, moves=moves)
-            results = jax.tree.leaves(run(form.draw(call)))
-            rows = [np.asarray(each) for each in results]
+        kept = () if form.kept is None else (_written_before(form, run, shape),)
+        own = tuple(size for axis, size in zip("BT", shape, strict=True) if axis not in free)
+        for turn in range(turns):
+            # A block that begins with the token, one that ends with it, and others.
+            offset = (0, shape[1] - 1, *rng.integers(0, shape[1], turns))[turn] if moves else 0
+            call = drawn_call(rng, shape, form.middle, offset=offset)
+            found = run(form.draw(call), *kept)
+            rows = [np.asarray(each) for each in jax.tree.leaves(found[0] if kept else found)]
             assert rows
             assert all(each.shape[:2] == shape for each in rows), "results are [B, T, ...]"
-            kept = () if free == "TB" else (shape[1],) if free == "B" else (shape[0],) if free == "T" else shape
             for place, who in enumerate(call.who):
                 for token, position in enumerate(call.positions[place]):
                     if position >= 0:
-                        seen[kept, who, position].append(b"".join(each[place, token].tobytes() for each in rows))
+                        seen[own, who, position].append(_digest(each[place, token] for each in rows))
     assert max(map(len, seen.values())) >= turns, "who is compared is in every call"
     return [key for key, bits in seen.items() if len({*bits}) > 1]
+
+
+def _digest(rows: Iterable[np.ndarray]) -> bytes:
+    found = hashlib.blake2b(digest_size=16)
+    for row in rows:
+        found.update(row.tobytes())
+    return found.digest()
+
+
+def _written_before(form: Form, run: Callable[..., Any], shape: Shape) -> Any:
+    """What is kept once a call of this shape has written the tokens of the earliest block."""
+    sequences, tokens = shape
+    call = Call(np.arange(sequences), np.full(sequences, form.middle - tokens + 1), tokens)
+    return run(form.draw(call), form.kept)[1]
 
 
 def numbers(call: Call, width: int, dtype: Any = jnp.bfloat16, *, salt: int = 0) -> jax.Array:

@@ -18,7 +18,6 @@ from dflash_kernels import (
     dense_onto,
     embed_norm,
     filtered_choice,
-    float8_best,
     float8_candidates,
     float8_dense,
     float8_gated,
@@ -213,7 +212,7 @@ def rounded_rows(real: bool, form: str) -> Form:
 
 
 def head(real: bool, form: str) -> Form:
-    """`logits`: the target's, which tokens are chosen from; `best`: its greatest alone; `shortlist`: a drafter's, by float8 rows."""
+    """`logits`: the target's, which tokens are chosen from; `best`: its greatest alone; `shortlist`: a drafter's, in float8."""
     depth, vocab = (2560, 151_936) if real else (128, 608)
     weight = matrix(vocab, depth)
     if form == "logits":
@@ -268,7 +267,12 @@ def experts_in_four_bits(real: bool) -> Form:
         scales = rng.integers(118, 122, blocks.shape[:-1]).astype(np.uint8)
         return mxfp4_tiles(jnp.asarray(blocks), jnp.asarray(scales), gated=gated, dtype=jnp.bfloat16)
 
-    matrices = tiles(2 * inner, hidden, gated=True), matrix(count, 2 * inner), tiles(hidden, inner, gated=False), matrix(count, hidden)
+    matrices = (
+        tiles(2 * inner, hidden, gated=True),
+        matrix(count, 2 * inner),
+        tiles(hidden, inner, gated=False),
+        matrix(count, hidden),
+    )
 
     def draw(call: Call) -> dict[str, jax.Array]:
         return {"x": numbers(call, hidden), "logits": numbers(call, count, jnp.float32, salt=1)}
@@ -313,9 +317,7 @@ def filtering(real: bool) -> Form:
 
     def draw(call: Call) -> dict[str, jax.Array]:
         request = _request(call)
-        of_rows = {
-            name: jnp.broadcast_to(getattr(request, name)[:, None], call.positions.shape) for name in limits
-        }
+        of_rows = {name: jnp.broadcast_to(getattr(request, name)[:, None], call.positions.shape) for name in limits}
         return {"logits": 8 * numbers(call, vocab), "noise": 3 * numbers(call, vocab, jnp.float32, salt=1)} | of_rows
 
     op = partial(filtered_choice, **KERNEL) if real else partial(_filtered, warpgroups=2, interpret=INTERPRET)
@@ -341,8 +343,12 @@ def adjusting(real: bool, *, sampled: bool) -> Form:
         # What stands before the block: its pending token, counted, and those since the earliest begin of any block.
         before = Call(call.who, np.maximum(call.first - 15, 0), 16)
         texts = (numbers(before, 1, jnp.float32, salt=2)[..., 0] * vocab / 2 + vocab / 2).astype(jnp.int32)
-        since = (before.positions > 54) & (before.positions <= np.maximum(call.first, 0)[:, None])
-        seen = jnp.zeros((b, vocab), jnp.int32).at[jnp.arange(b)[:, None], jnp.where(since, texts, vocab)].add(2, mode="drop")
+        since = (before.positions > 110) & (before.positions <= np.maximum(call.first, 0)[:, None])
+        seen = (
+            jnp.zeros((b, vocab), jnp.int32)
+            .at[jnp.arange(b)[:, None], jnp.where(since, texts, vocab)]
+            .add(2, mode="drop")
+        )
         penalties = [of_people(call, 1, salt=salt)[:, 0] for salt in (4, 5, 6)]
         adjust = Adjustments(
             of_people(call, vocab, salt=3), seen, *penalties[:2], 1.5 + penalties[2] / 4, ids[:, :1, None] * 0 - 1,
@@ -354,31 +360,35 @@ def adjusting(real: bool, *, sampled: bool) -> Form:
     return Form(draw, lambda given: op(*given), EXACT_PRODUCTS if real else {})
 
 
+# Of kernels that take whole tiles.
+WHOLE = ((2, 16), (8, 16), (16, 16), (32, 16))
 ROWWISE = {
     "embedding and norm": Operation(norm_of_embedding, [(3, 4), (1, 2)], "TB"),
-    "embedding and norm, zero-centered": Operation(partial(norm_of_embedding, zero_centered=True), [(3, 4), (1, 2)], "TB"),
+    "embedding and norm, zero-centered": Operation(
+        partial(norm_of_embedding, zero_centered=True), [(3, 4), (1, 2)], "TB"
+    ),
     "norm of the stream": Operation(norm_of_stream, [(2, 3), (1, 7)], "TB", most=16),
     "residual and norm": Operation(norm_of_sum, [(3, 4), (1, 2)], "TB"),
     "residual and norm, zero-centered": Operation(partial(norm_of_sum, zero_centered=True), [(3, 4), (1, 2)], "TB"),
     "residual, norm and router": Operation(norm_and_router, [(3, 4), (1, 2)], "TB"),
     "sum over ranks and norm": Operation(norm_over_ranks, [(3, 4), (1, 2)], "TB"),
     "norm and rotation of heads": Operation(norm_of_heads, [(3, 4), (1, 2)], "TB"),
-    "product": Operation(partial(products, form="store"), [(4, 8), (4, 16)], least=32, most=512),
-    "product, SwiGLU": Operation(partial(products, form="swiglu"), [(4, 8)], least=32, most=512),
-    "product onto the stream, normed": Operation(partial(products, form="onto"), [(4, 8)], least=32, most=512),
+    "product": Operation(partial(products, form="store"), [(4, 8), (4, 16)], "TB", real=WHOLE[:3]),
+    "product, SwiGLU": Operation(partial(products, form="swiglu"), [(4, 8)], "TB", real=WHOLE),
+    "product onto the stream, normed": Operation(partial(products, form="onto"), [(4, 8)], real=WHOLE),
     "product by blocks of columns": Operation(partial(products, form="blocks"), [(3, 4)], most=512),
-    "product of XLA": Operation(products_of_xla, [(3, 4), (1, 16)]),
-    "product of XLA, int8": Operation(partial(products_of_xla, kind="int8"), [(5, 16)]),
-    "product of XLA, fp8": Operation(partial(products_of_xla, kind="fp8"), [(5, 16)]),
+    "product of XLA": Operation(products_of_xla, []),
+    "product of XLA, int8": Operation(partial(products_of_xla, kind="int8"), []),
+    "product of XLA, fp8": Operation(partial(products_of_xla, kind="fp8"), []),
     "product, int8": Operation(partial(weight_only, kind="int8"), [(3, 4), (1, 2)], "TB", most=64),
     "product, fp8": Operation(partial(weight_only, kind="fp8"), [(3, 4), (1, 2)], "TB", most=64),
     "product of rounded rows": Operation(partial(rounded_rows, form="store"), [(5, 16)], least=64),
     "product of rounded rows, SwiGLU": Operation(partial(rounded_rows, form="swiglu"), [(5, 16)], least=64),
     "product of rounded rows onto the stream": Operation(partial(rounded_rows, form="onto"), [(5, 16)], least=64),
-    "head": Operation(partial(head, form="logits"), [(3, 4)]),
-    "head, int8": Operation(partial(head, form="int8"), [(3, 4)]),
-    "head, fp8": Operation(partial(head, form="fp8"), [(3, 4)]),
-    "head, best alone": Operation(partial(head, form="best"), [(4, 8)], least=32, most=512),
+    "head": Operation(partial(head, form="logits"), []),
+    "head, int8": Operation(partial(head, form="int8"), []),
+    "head, fp8": Operation(partial(head, form="fp8"), []),
+    "head, best alone": Operation(partial(head, form="best"), [(4, 8)], real=WHOLE),
     "head, float8 shortlist": Operation(partial(head, form="shortlist"), [(3, 4)]),
     "experts": Operation(partial(experts, form="routed"), [(3, 4)], most=512),
     "experts, chosen by the kernel": Operation(partial(experts, form="mixture"), [(3, 4)], most=512),
