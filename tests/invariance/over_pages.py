@@ -89,6 +89,8 @@ def attention(
 
     def draw(call: Call) -> dict[str, jax.Array]:
         q = 3 * numbers(call, heads * dim).reshape(*call.shape, heads, dim)
+        if stored != jnp.bfloat16:  # tokens of which one sees farther than the others of some blocks
+            q *= jnp.asarray(2.0 ** (call.positions % 7 - 2), q.dtype)[..., None, None]
         return {"q": q, "page_table": jnp.asarray(table[call.who])} | lengths(call)
 
     def run(args: dict[str, jax.Array]) -> jax.Array:
@@ -253,6 +255,8 @@ OVER_PAGES = {
     "attention of prompts": Operation(attention, [(2, 32)], moves=False, real=[(8, 32), (16, 32)]),
     "attention over float8 pages": Operation(partial(attention, stored=FP8), holds=False),
     "attention over int8 pages": Operation(partial(attention, stored=INT8), holds=False),
+    "attention over float8 pages, one split": Operation(partial(attention, stored=FP8, splits=1), holds=False),
+    "attention over int8 pages, one split": Operation(partial(attention, stored=INT8, splits=1), holds=False),
     "latent attention": Operation(latent_attention),
     "latent attention over float8 rows": Operation(partial(latent_attention, stored=FP8), [(2, 4)]),
     "latent attention over float8 rows, few queries": Operation(
