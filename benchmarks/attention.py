@@ -53,6 +53,7 @@ class Case:
     causal: bool = True
     stored: str = "bf16"
     others: int | None = None  # length of all sequences but the last
+    by_items: bool = False  # pages in eight bits by a schedule, as 16-bit ones are where it helps
 
     @property
     def lengths(self) -> list[int]:
@@ -62,7 +63,8 @@ class Case:
     def name(self) -> str:
         lengths = f"L{self.length}" if self.others is None else f"L{self.others}..{self.length}"
         plain = f"paged B{self.b} {lengths} q{self.t} {self.stored}"
-        return plain + ("" if self.page_size == 64 else f" page{self.page_size}") + ("" if self.causal else " full")
+        plain += ("" if self.page_size == 64 else f" page{self.page_size}") + ("" if self.causal else " full")
+        return plain + (" by items" if self.by_items else "")
 
     @property
     def bytes(self) -> int:
@@ -83,7 +85,10 @@ FULL_CASES = [Case(b, 4096, 16, causal=False) for b in (64, 8)]
 STORED_CASES = [
     Case(b, 4096, t, stored=stored) for stored in ("fp8", "int8") for b in (64, 8) for t in (1, 16)
 ]  # fmt: skip
-RAGGED_CASES = [Case(b, 32768, t, others=others) for b, others in ((32, 500), (8, 512)) for t in (1, 16)]
+RAGGED_CASES = [Case(b, 32768, t, others=others) for b, others in ((32, 500), (8, 512)) for t in (1, 16)] + [
+    Case(8, 32768, t, stored=stored, others=512, by_items=by_items)
+    for stored in ("fp8", "int8") for t in (1, 16) for by_items in (False, True)
+]  # fmt: skip
 PAGE_CASES = [Case(64, 4096, 16, page_size=16), Case(8, 4096, 1, page_size=16)]
 
 
@@ -183,12 +188,12 @@ def check(case: Case, given: Inputs) -> float:
 def deals(case: Case) -> bool:
     """Whether a model's layers would share a schedule."""
     shape = {"heads": HEADS, "kv_heads": KV_HEADS, "tokens": case.t, "longest": case.length}
-    return case.stored == "bf16" and schedule_helps(case.b, **shape)
+    return (case.stored == "bf16" or case.by_items) and schedule_helps(case.b, **shape)
 
 
 def dealt(case: Case, lens: jax.Array) -> PagedSchedule:
     """The schedule that calls with these lengths share."""
-    return paged_schedule(lens, heads=HEADS, kv_heads=KV_HEADS, tokens=case.t)
+    return paged_schedule(lens, heads=HEADS, kv_heads=KV_HEADS, tokens=case.t, narrow=case.stored != "bf16")
 
 
 def looped(

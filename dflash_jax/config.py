@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from types import UnionType
-from typing import Any, get_args, get_origin
+from typing import Any, ClassVar, get_args, get_origin
 
 from dflash_jax.errors import ConfigError
 
@@ -462,7 +462,12 @@ class DecoderConfig:
 
     Attributes:
       windows: per layer, the number of keys a query sees counting itself, or None for all.
+      cut_sizes, key_head_counts: names of sizes that devices which share a model divide among them, and of numbers of key heads,
+        of which several may hold the same.
     """
+
+    cut_sizes: ClassVar[tuple[str, ...]] = ("num_heads", "intermediate_size")
+    key_head_counts: ClassVar[tuple[str, ...]] = ("num_kv_heads",)
 
     vocab_size: int
     hidden_size: int
@@ -612,8 +617,8 @@ def refuse_quantised(values: Mapping[str, Any]) -> None:
             method = found.get("quant_method", found) if isinstance(found, Mapping) else found
             raise ConfigError(
                 f"config.json says in {key} that the weights are quantised ({shown(method)}), expected bfloat16, float16 or "
-                "float32. Take its bfloat16 release, or write the checkpoint in bfloat16 (DeepSeek-V3's repository has a script "
-                "that multiplies its 8-bit blocks by their scales; int4 experts need their publisher's tool) and remove the key"
+                "float32, or a format that is dequantized here: float8 (quant_method fp8), and MXFP4 of gpt-oss. Take another "
+                "release, or write the checkpoint in bfloat16 with its publisher's tool and remove the key"
             )
 
 

@@ -41,6 +41,7 @@ from dflash_jax.options import (
     read_options,
     taking_options,
 )
+from dflash_jax.quantization.attention_output import with_outputs
 from dflash_jax.quantization.kv_formats import quantized_format
 from dflash_jax.text.grammars import Grammars
 from dflash_jax.text.pictures.encoder import VisionEncoder
@@ -259,8 +260,9 @@ def load(
     def observe(params: Mapping[str, Array]) -> None:
         if texts:
             engine.cache_scales = calibrate(
-                engine.target, params, texts, cache_dtype="int8" if asked.cache_dtype == "int8" else "fp8"
-            )
+                engine.target, params, texts, cache_dtype="int8" if asked.cache_dtype == "int8" else "fp8",
+                ranks=engine.programs.ranks,
+            )  # fmt: skip
 
     compiled = start_compiling(reading_jobs(engine.weights), in_order=False)
     compiled += start_compiling(() if ahead is None else ahead(model).first_jobs())
@@ -270,10 +272,12 @@ def load(
             named_memory_errors("weights were loaded"),
             progress_bar(total=total, desc="weights", unit="array", disable=not progress) as bar,
         ):
-            engine.weights = read_weights(
+            weights = read_weights(
                 target, drafter, engine.dtype, asked.weight_dtype, asked.draft_weight_dtype, observe,
                 rows=cycle_rows(asked.max_batch, engine.draft), ranks=engine.programs.ranks, arrived=bar.update,
             )  # fmt: skip
+            outputs = target.config, weights["target"], asked.attention_output, engine.programs.ranks
+            engine.weights = weights | {"target": with_outputs(*outputs)}
             if vision is not None and tower is not None:
                 vision.weights = tower.load(engine.dtype.name)
     except BaseException:

@@ -21,6 +21,7 @@ DEFAULT_MODEL_LEN = 4096
 MOST_SNAPSHOTS = 4096
 MOST_RANKS = 64
 type WeightDtype = Literal["int8", "fp8", "fp8_dynamic", "mxfp4"]
+AttentionOutput = Literal["fp8", "fp8_groups", "nvfp4"]
 CacheDtype = Literal["fp8", "fp8_e5m2", "fp8_packed", "int8", "int8_keys", "fp8_e4m3", "fp8_ds_mla", "auto"]
 DraftCacheDtype = Literal["fp8", "fp8_e5m2", "fp8_e4m3", "auto"]
 Proposals = Literal["shared_noise", "argmax", "rejection"]
@@ -28,6 +29,7 @@ WEIGHT_DTYPES: tuple[str, ...] = get_args(WeightDtype.__value__)
 # Formats that a release comes in: weights are kept so, never made so, and no drafter is released so.
 RELEASED = ("mxfp4",)
 DRAFT_WEIGHT_DTYPES = tuple(one for one in WEIGHT_DTYPES if one not in RELEASED)
+ATTENTION_OUTPUTS: tuple[str, ...] = get_args(AttentionOutput)
 CACHE_DTYPES: tuple[str, ...] = get_args(CacheDtype)
 DRAFT_CACHE_DTYPES: tuple[str, ...] = get_args(DraftCacheDtype)
 # Of formats that have one name here and another one in vLLM, that one.
@@ -141,6 +143,10 @@ FLAGS: dict[str, Flag] = {
         choices=WEIGHT_DTYPES,
     ),
     "draft_weight_dtype": Flag("the same for the drafter alone, which changes no text", choices=DRAFT_WEIGHT_DTYPES),
+    "attention_output": Flag(
+        "with --weight-dtype fp8_dynamic: what latent attention gives, in eight or four bits, multiplied so",
+        choices=ATTENTION_OUTPUTS,
+    ),
     "verify_length": Flag(
         "tokens verified in a cycle: a number, auto for what pays, or per_request for what pays of each request's block "
         "(default: the whole block)",
@@ -207,9 +213,13 @@ class LoadOptions:
         with one scale per row; experts stay in `dtype`. "fp8_dynamic" (W8A8) also rounds activations where 64 rows or more are
         multiplied at once: faster for prompts and many requests, but logits then depend on how many tokens are computed together.
         Texts are those of the rounded target. "mxfp4" leaves experts that were released in MXFP4 in their four bits; other
-        weights, and the drafter's, stay in `dtype`. On a Hopper GPU in bfloat16 None does so too, as a kernel reads them there.
+        weights, and the drafter's, stay in `dtype`. On one Hopper GPU in bfloat16 None does so too, as a kernel reads them there.
       draft_weight_dtype: the same for the drafter alone; None is `weight_dtype`. Only proposals change, no text. A drafter that
         proposes with the target's head keeps a copy of it in eight bits.
+      attention_output: for targets with latent attention and `weight_dtype="fp8_dynamic"`: what attention gives is rounded, however
+        many tokens there are, and the output projection multiplies that. "fp8" is float8 on one scale of the layer, which its
+        weights give, "fp8_groups" on a power of two for each 128 columns (64 where those do not fit), "nvfp4" four bits on a scale
+        for each 16. Texts are those of the rounded target.
       verify_length: how many tokens of the block the target verifies in a cycle. None is the whole block, an integer stays, 1 is no
         drafting. "auto" chooses anew every few cycles by acceptance and measured costs; on CPUs it is None. "per_request" shares
         what is verified among requests: more of a block where the drafter is sure of it. No text depends on it.
@@ -222,9 +232,10 @@ class LoadOptions:
         together (`dflash_jax.parallel.hosts`); each holds its heads, its part of feed-forwards and of the vocabulary, and keys of
         its heads. For models that do not fit one, and for speed. With float32 weights drafting changes no text for a given number;
         another number adds in another order.
-      decode_context_parallel_size: how many of those GPUs a target's latent pages are spread over: 1, each has all of them, or
-        `tp`, each has `page_size` tokens of every page, and a page has `tp` times as many. So many times the tokens fit, for two
-        exchanges more in every layer. For contexts that do not fit otherwise.
+      decode_context_parallel_size: over how many of those GPUs that keep the same keys a target's pages are spread. 1: each has all
+        of them. `tp` for latent rows, which all keep, and `tp` over the number of key heads where these are fewer: each has
+        `page_size` tokens of every page, and a page has so many times as many. So many times the tokens fit, for two exchanges
+        more in every layer. For contexts that do not fit otherwise.
       vision: whether the target's vision tower is loaded, with which messages may hold pictures. None loads it where there is
         one, on the first GPU; True insists on it; False leaves it out.
       revision: branch, tag or commit of the target's hub id.
@@ -249,6 +260,7 @@ class LoadOptions:
     cache_scales: str | Path | None = None
     weight_dtype: WeightDtype | None = None
     draft_weight_dtype: WeightDtype | None = None
+    attention_output: AttentionOutput | None = None
     verify_length: int | str | None = None
     draft_window: int | None = None
     exact: bool = False
@@ -285,6 +297,12 @@ class LoadOptions:
         _one_of("proposals", self.proposals, PROPOSALS)
         check_weight_dtype(self.weight_dtype)
         check_weight_dtype(self.draft_weight_dtype, "draft_weight_dtype", DRAFT_WEIGHT_DTYPES)
+        _one_of("attention_output", self.attention_output, (None, *ATTENTION_OUTPUTS))
+        if self.attention_output is not None and self.weight_dtype != "fp8_dynamic":
+            raise ParameterError(
+                f'attention_output={self.attention_output!r} is multiplied by float8 weights: add weight_dtype="fp8_dynamic", or '
+                "leave it out"
+            )
         self._check_cache()
         self._check_calibration()
         if self.exact:
@@ -362,6 +380,7 @@ class LoadKeywords(TypedDict, total=False):
     cache_scales: str | Path | None
     weight_dtype: WeightDtype | None
     draft_weight_dtype: WeightDtype | None
+    attention_output: AttentionOutput | None
     verify_length: int | str | None
     draft_window: int | None
     exact: bool

@@ -193,7 +193,7 @@ def _convert(sources: Sequence[Source], options: Options, console: Console) -> N
                 except VerificationError as error:  # of a folder that will be gone
                     raise VerificationError(str(source.folder), error.problems) from error
             if options.verify == "logits":
-                result["logit_difference"] = verify_logits(folder, source.folder, checkpoint.plan, options.dtype)
+                result["logit_difference"] = verify_logits(folder, source.folder, checkpoint.plan, checkpoint.dtype)
                 console.say(f"{source.part}: outputs differ by {result['logit_difference']:.3g} of the largest value")
             console.report[source.part] = result
     console.report |= {"output": str(output), "verified": options.verify}

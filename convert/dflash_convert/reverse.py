@@ -18,6 +18,7 @@ from dflash_convert.write import Progress, copy_sidecars, silent
 from dflash_jax.checkpoints.cache_scales import stored_tensor
 from dflash_jax.checkpoints.converted import Converted, main_dtype
 from dflash_jax.checkpoints.hf_folder import CONFIG, SINGLE
+from dflash_jax.checkpoints.quantized.releases import take_release
 from dflash_jax.checkpoints.safetensors import DTYPE_NAMES
 from dflash_jax.models.parameters import Source
 from dflash_jax.options import FLOAT_DTYPES
@@ -123,12 +124,15 @@ def _scales(converted: Converted) -> dict[str, np.ndarray]:
 
 
 def _tell_dtype(path: Path, converted: Converted) -> None:
-    """Puts the tensors' dtype into config.json where the conversion has changed it: transformers loads in what stands there."""
+    """Puts the tensors' dtype into config.json where the conversion has changed it, and takes out how they were quantized:
+    transformers loads in what stands there."""
     rows = [row for row in converted.marker["tensors"] if row["from"] in FLOAT_DTYPES]
-    if main_dtype((row["from"], math.prod(row["shape"])) for row in rows) == converted.dtype:
-        return
+    same = main_dtype((row["from"], math.prod(row["shape"])) for row in rows) == converted.dtype
     config = json.loads(path.read_text(encoding="utf-8"))
-    config |= {key: converted.dtype for key in ("dtype", "torch_dtype") if key in config}
+    kept, release = take_release(config)
+    if same and release is None:
+        return
+    config = kept if same else kept | {key: converted.dtype for key in ("dtype", "torch_dtype") if key in kept}
     path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from dflash_jax.attention.mla import LatentLayer
 from dflash_jax.cache.pages import slots_of
-from dflash_jax.parallel.collectives import own_rank
+from dflash_jax.parallel.collectives import own_rank, ranks_here
 from dflash_jax.parallel.ranks import AXIS
 
 
@@ -95,7 +95,9 @@ def slots_on_rank(
     """`slots_of` for this rank, whose pages have `page_size` of the tokens; -1 also where a token lies on another."""
     whole = slots_of(page_table, positions, live, ranks * page_size)
     page, place = whole // (ranks * page_size), whole % (ranks * page_size)
-    return jnp.where((whole >= 0) & (place // page_size == own_rank()), page * page_size + place % page_size, -1)
+    return jnp.where(
+        (whole >= 0) & (place // page_size == own_rank() % ranks), page * page_size + place % page_size, -1
+    )
 
 
 def absorbed_over_ranks(
@@ -117,7 +119,7 @@ def absorbed_over_ranks(
       q_nope, q_pe: of at most `most_queries(ranks, p)` tokens.
       seq_lens, q_lens: of whole sequences.
     """
-    (b, t, heads), rank = q_nope.shape[:3], layer.w_uv.shape[-1]
+    rank = layer.w_uv.shape[-1]
     q = jax.lax.all_gather(layer.absorb(q_nope, q_pe), AXIS, axis=2, tiled=True)
     stand, limits = limits_on_rank(seq_lens, q_lens, own_rank(), ranks=ranks, interleave=latent_pages.shape[2])
     found = mla_attention(
@@ -131,14 +133,27 @@ def absorbed_over_ranks(
         scale=layer.scale,
         return_lse=True,
     )
-    out, lse = cast(tuple[Array, Array], found)
+    return layer.up(combine_ranks(*given_back(*cast(tuple[Array, Array], found), ranks))[0])
+
+
+def neighbours(ranks: int) -> list[list[int]] | None:
+    """Which ranks meet where so many, side by side, have parts of the same pages; None where all do."""
+    everyone = np.arange(ranks_here())
+    return None if ranks == everyone.size else everyone.reshape(-1, ranks).tolist()
+
+
+def given_back(
+    out: Float[Array, "B T N V"], lse: Float[Array, "B T N"], ranks: int
+) -> tuple[Float[Array, "D B T n V"], Float[Array, "D B T n"]]:
+    """What each of `ranks` neighbours found for this rank's n heads, of what all of them found for the heads of all, N = D n."""
+    (b, t, heads), width = lse.shape, out.shape[-1]
     # The lse of an output in sixteen bits are two numbers of its kind, so that one message has both.
     bits = jax.lax.bitcast_convert_type(lse.astype(jnp.float32), out.dtype).reshape(*lse.shape, -1)
-    both = jnp.concatenate([out, bits], axis=-1).reshape(b, t, ranks, heads, -1)
-    both = jax.lax.all_to_all(both, AXIS, split_axis=2, concat_axis=0)
-    outs, bits = both[..., :rank], both[..., rank:]
+    both = jnp.concatenate([out, bits], axis=-1).reshape(b, t, ranks, heads // ranks, -1)
+    both = jax.lax.all_to_all(both, AXIS, split_axis=2, concat_axis=0, axis_index_groups=neighbours(ranks))
+    outs, bits = both[..., :width], both[..., width:]
     bits = bits if out.dtype.itemsize < 4 else bits[..., 0]
-    return layer.up(combine_ranks(outs, jax.lax.bitcast_convert_type(bits, jnp.float32))[0])
+    return outs, jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def gathered_pages(

@@ -22,6 +22,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.attention.cascade import SharedPages, cascade_attention, split_tables
 from dflash_jax.attention.context_parallel import absorbed_over_ranks, most_queries, slots_on_rank
+from dflash_jax.attention.context_parallel_heads import heads_over_ranks
 from dflash_jax.attention.mla import ABSORBED, LatentForm, LatentLayer, absorbed_attention
 from dflash_jax.attention.mla_prefill import chunked_prefill
 from dflash_jax.attention.prefill import attend_to_pages
@@ -45,9 +46,10 @@ class PagedAttend:
       related: rows may be pieces of one sequence. Then nothing attends before all rows are written.
       heads: query and key heads of layers that attend by calls of their own: where lengths may differ much, one schedule is made
         for all of them.
+      narrow: whether all of their pages are of eight bits.
       shared: pages that a sequence begins with and shares with others, see `attention.cascade.split_tables`. Layers of heads
         without a window read these once for all; None where no program is made for it.
-      dealt: ranks that have a part each of every page, of latent rows; see `attention.context_parallel`.
+      dealt: ranks that have a part each of every page; see `attention.context_parallel`.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class PagedAttend:
         *,
         related: bool = False,
         heads: tuple[int, int] | None = None,
+        narrow: bool = False,
         shared: Int[Array, "B"] | None = None,
         dealt: int = 1,
     ):
@@ -77,14 +80,16 @@ class PagedAttend:
             None if shared is None else jax.tree.map(lambda table: split_tables(table, shared, page_size), page_table)
         )
         own = self.seq_lens if shared is None else jnp.maximum(self.seq_lens - shared * page_size, 0)
-        self.schedule = None if heads is None else self._make_schedule(own, *heads, page_size)
+        self.schedule = None if heads is None or dealt > 1 else self._make_schedule(own, *heads, page_size, narrow)
 
-    def _make_schedule(self, lens: Int[Array, "B"], heads: int, kv_heads: int, page_size: int) -> PagedSchedule | None:
+    def _make_schedule(
+        self, lens: Int[Array, "B"], heads: int, kv_heads: int, page_size: int, narrow: bool
+    ) -> PagedSchedule | None:
         sequences = lens.shape[0]
         options = {"heads": heads, "kv_heads": kv_heads, "tokens": self.rows // sequences}
         if not schedule_helps(sequences, longest=table_width(self.page_table) * page_size, **options):
             return None
-        return paged_schedule(lens, **options)
+        return paged_schedule(lens, narrow=narrow and switches.NARROW_ITEMS, **options)
 
     def __call__(self, layer: Attention, qkv: Array, rotary: Rotary, cache: Pages) -> tuple[Array, Pages]:
         i = layer.index
@@ -93,6 +98,8 @@ class PagedAttend:
         v_scale = cache.v_scale[i] if cache.v_scale else None
         rows, cos, sin = (x.reshape(self.rows, x.shape[-1]) for x in (qkv, *rotary))
         norms: Any = {**dict(zip(("q_norm", "k_norm"), layer.norms, strict=True)), "eps": layer.config.norm_eps}
+        if self.dealt > 1:
+            return self._over_ranks(layer, qkv, rotary, cache)
         parts = self._parts(layer)
         # Parts dealt out by lengths are worth more than a launch where lengths may differ much.
         if self.schedule is None and parts is None and self._at_once(layer, qkv, rotary, k):
@@ -115,12 +122,37 @@ class PagedAttend:
             "q_lens": self.q_lens, "causal": layer.causal, "sinks": None if layer.sinks is None else layer.sinks[...],
             "scale": layer.scale, "soft_cap": layer.soft_cap, "k_scale": k_scale, "v_scale": v_scale,
         }  # fmt: skip
+        schedule = self.schedule if k.dtype.itemsize > 1 or switches.NARROW_ITEMS else None
         if parts is not None:
-            out = cascade_attention(q, k, v, parts, self.seq_lens, schedule=self.schedule, **options)
+            out = cascade_attention(q, k, v, parts, self.seq_lens, schedule=schedule, **options)
             return cast(Array, out), cache
         # The schedule of a call that shares pages is for what is left of the sequences.
-        schedule = self.schedule if self.parts is None else None
+        schedule = schedule if self.parts is None else None
         return attend_to_pages(q, k, v, table, self.seq_lens, window=layer.window, schedule=schedule, **options), cache
+
+    def _over_ranks(self, layer: Attention, qkv: Array, rotary: Rotary, cache: Pages) -> tuple[Array, Pages]:
+        """The same where ranks that have the same key head keep a part each of every page: what lies before the new tokens is
+        attended to where it is, and these by whoever has their queries."""
+        i, norms = layer.index, dict(zip(("q_norm", "k_norm"), layer.norms, strict=True))
+        rows, cos, sin = (x.reshape(self.rows, x.shape[-1]) for x in (qkv, *rotary))
+        q, k_pages, v_pages, _ = qkv_write(
+            cache.k[i], cache.v[i], rows, of_layer(self.slots, i), cos, sin, eps=layer.config.norm_eps,
+            zero_centered=layer.zero_centered, beside=layer.beside, **norms,
+        )  # fmt: skip
+        q, (_, k, v) = q.reshape(*qkv.shape[:2], *q.shape[1:]), layer.heads(qkv, rotary)
+        out = heads_over_ranks(
+            q,
+            k,
+            v,
+            k_pages,
+            v_pages,
+            of_layer(self.page_table, i),
+            self.seq_lens,
+            self.q_lens,
+            self.dealt,
+            scale=layer.scale,
+        )
+        return out, cache.with_layer(i, k=k_pages, v=v_pages)
 
     def _parts(self, layer: Attention) -> SharedPages | None:
         """What the layer's sequences share, where it reads that once."""
@@ -232,7 +264,7 @@ def write_context(
     """
     slots = _flat_slots(page_table, positions, live, pages.page_size)
     with jax.named_scope("draft_context"):
-        projected = (products, *drafter.rotary(positions))
+        projected = (drafter.context_rows(products), *drafter.rotary(positions))
         kv, cos, sin = (x.reshape(positions.size, x.shape[-1]) for x in projected)
         sides: Any = {"k_norm": drafter.context_norms}
         if pages.k_scale:
@@ -245,10 +277,11 @@ def write_context(
             layers = [i for i, other in enumerate(slots.groups) if other == group]
             if not layers:
                 continue
+            theirs = {name: each and tuple(each[i] for i in layers) for name, each in sides.items()}
             k, v, _ = kv_write(
                 tuple(pages.k[i] for i in layers), tuple(pages.v[i] for i in layers),
                 jnp.concatenate([of_layers[:, i] for i in layers], axis=1), own, cos, sin,
-                eps=drafter.config.norm_eps, **{name: tuple(each[i] for i in layers) for name, each in sides.items()},
+                eps=drafter.config.norm_eps, **theirs,
             )  # fmt: skip
             for place, i in enumerate(layers):
                 pages = pages.with_layer(i, k=k[place], v=v[place])

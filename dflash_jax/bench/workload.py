@@ -36,6 +36,7 @@ from dflash_jax.model import Model
 from dflash_jax.models import DFlashConfig, count, family_named, fuse_context_projection, init_params
 from dflash_jax.models.presets import (
     DRAFTERS,
+    GEMMA4_DRAFTERS,
     GEMMA4_TARGETS,
     GPT_OSS_TARGETS,
     HEAD_DRAFTERS,
@@ -46,6 +47,7 @@ from dflash_jax.models.presets import (
 )
 from dflash_jax.options import LoadKeywords, read_options
 from dflash_jax.parallel.ranks import local_ranks
+from dflash_jax.quantization.attention_output import check_attention_output
 
 # Published shapes that can be filled with random weights: family, target, drafter.
 SHAPES: Mapping[str, tuple[str, str, str]] = {
@@ -57,6 +59,7 @@ SHAPES: Mapping[str, tuple[str, str, str]] = {
     "qwen3-8b-dspark-top512": ("qwen3", "Qwen3-8B", "dspark_qwen3_8b_block7_top512"),
     "llama-3.1-8b": ("llama", "Llama-3.1-8B", "LLaMA3.1-8B-Instruct-DFlash-UltraChat"),
     "gpt-oss-20b": ("gpt_oss", "gpt-oss-20b", "gpt-oss-20b-DFlash"),
+    "gemma-4-12b-dspark": ("gemma4", "gemma-4-12B", "dspark_gemma4_12b_block7"),
     "gemma-4-31b": ("gemma4", "gemma-4-31B", "gemma-4-31B-it-DFlash"),
     "qwen3.5-4b": ("qwen3_5", "Qwen3.5-4B", "Qwen3.5-4B-DFlash"),
     "qwen3.5-9b": ("qwen3_5", "Qwen3.5-9B", "Qwen3.5-9B-DFlash"),
@@ -160,7 +163,7 @@ def published_shape(name: str) -> tuple[str, Any, DFlashConfig]:
         raise ParameterError(f"no shape is called {name!r}; known: {', '.join(SHAPES)}")
     family, target, draft = SHAPES[name]
     targets = {**TARGETS, **MOE_TARGETS, **LLAMA_TARGETS, **HYBRID_TARGETS, **GPT_OSS_TARGETS, **GEMMA4_TARGETS}
-    return family, targets[target], {**DRAFTERS, **HEAD_DRAFTERS}[draft]
+    return family, targets[target], {**DRAFTERS, **HEAD_DRAFTERS, **GEMMA4_DRAFTERS}[draft]
 
 
 def random_pair(name: str, **options: Unpack[LoadKeywords]) -> Model:
@@ -183,9 +186,10 @@ def random_pair(name: str, **options: Unpack[LoadKeywords]) -> Model:
     if asked.exact:
         check_exact(target, draft, asked)
     dealt = asked.decode_context_parallel_size
-    ranks = local_ranks(asked.tp, deal=dealt > 1)
+    ranks = local_ranks(asked.tp, dealt=dealt)
     rows, stored = cycle_rows(asked.max_batch, draft), stored_shapes(pair, kind, ranks=ranks)
     kept = weight_shapes(pair, kind, asked.weight_dtype, asked.draft_weight_dtype, rows=rows, ranks=ranks)
+    check_attention_output(target, asked.attention_output, asked.tp)
     engine = Engine(
         target=target, draft=draft, weights=spread(pair, kept, ranks), dtype=kind, programs=programs_over(ranks),
         max_model_len=choose_model_len(target, asked.max_model_len), max_batch=asked.max_batch,

@@ -53,6 +53,11 @@ class Pages:
     def page_size(self) -> int:
         return self.k[0].shape[2]
 
+    @property
+    def narrow(self) -> bool:
+        """Whether all layers' keys are of eight bits."""
+        return all(pool.dtype.itemsize == 1 for pool in self.k)
+
     def with_layer(self, layer: int, **pools: Array) -> "Pages":
         """The same pools but for those of one layer, by its place in each of them, named as the attributes are."""
         changed = {

@@ -8,6 +8,7 @@ scale cannot be read on another.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -20,6 +21,7 @@ from dflash_jax.config import DecoderConfig
 from dflash_jax.errors import ParameterError
 from dflash_jax.models import bind
 from dflash_jax.models.layers import Attention, Cache, IndexRows, Rotary
+from dflash_jax.parallel.ranks import AXIS, Ranks, share_config
 from dflash_jax.quantization.kv_formats import CacheScales, channel_scales_for, scale_for
 
 type Record = dict[int, dict[str, Array]]
@@ -69,6 +71,18 @@ class Observer(DenseAttend):
         return jnp.where(jnp.isnan(size).any(axis=axis), jnp.nan, size.max(axis=axis))
 
 
+def _of_all_heads(config: DecoderConfig, record: Record) -> Record:
+    """Ranks' records of their own key heads as one of all heads. What a latent row shows is the same on all."""
+
+    def of(place: int, own: Array) -> Array:
+        if not own.ndim:
+            return own
+        everyones = jax.lax.all_gather(own, AXIS, tiled=True)
+        return everyones[:: everyones.shape[0] // config.key_shapes[place][0]]  # of those that several have, one
+
+    return {layer: jax.tree.map(partial(of, place), record[layer]) for place, layer in enumerate(sorted(record))}
+
+
 def check_texts(config: DecoderConfig, texts: Sequence[Sequence[int]]) -> None:
     """Raises ParameterError unless calibration can run over these token ids."""
     if not any(len(text) for text in texts):
@@ -90,6 +104,7 @@ def calibrate(
     texts: Sequence[Sequence[int]],
     *,
     cache_dtype: Literal["fp8", "int8"] = "fp8",
+    ranks: Ranks | None = None,
 ) -> CacheScales:
     """Scales under which the largest number of each layer (and key head) of `texts` lies at or below 200 of e4m3's 448, or the
     largest value of each channel at 100 of int8's 127.
@@ -98,23 +113,30 @@ def calibrate(
       params: of the model `config` describes.
       texts: token ids; the longer the text, the more memory this takes, as all of one text attends at once.
       cache_dtype: how the pools are kept.
+      ranks: devices that share `params`; scales are those of all heads.
 
     Raises:
       ParameterError: as `check_texts`, or a layer's numbers are not finite.
     """
     check_texts(config, texts)
+    share = config if ranks is None else share_config(config, ranks.count)
 
-    @jax.jit
     def observed(params: Mapping[str, Array], ids: Array, lens: Array) -> Record:
         attend = Observer(jnp.arange(ids.shape[1]) < lens[:, None])
         positions = jnp.broadcast_to(jnp.arange(ids.shape[1], dtype=jnp.int32), ids.shape)
-        record = bind(config, params)(ids, positions, attend)[2]
-        return {layer: found for layer, found in record.items() if layer != SHARED}
+        record = bind(share, params)(ids, positions, attend)[2]
+        return {layer: found for layer, found in record.items() if layer not in (SHARED, CHOSEN)}
 
     ids = np.zeros((len(texts), max(map(len, texts))), np.int32)
     for row, text in zip(ids, texts, strict=True):
         row[: len(text)] = text
-    found = observed(params, ids, np.array([len(text) for text in texts], np.int32))
+    lens = np.array([len(text) for text in texts], np.int32)
+    if ranks is None:
+        found = jax.jit(observed)(params, ids, lens)
+    else:
+        found = ranks.each(
+            lambda own: _of_all_heads(config, observed(own, jnp.array(ids), jnp.array(lens))), params, axis=None
+        )
     found = jax.tree.map(np.asarray, found)
     keys, values = ({i: one[kind] for i, one in found.items() if kind in one} for kind in ("keys", "values"))
     if cache_dtype == "int8":

@@ -57,7 +57,7 @@ class HuggingFaceFolder:
     @property
     def files(self) -> list[Path]:
         """Every file that a conversion reads: weights, index, configuration and tokenizer."""
-        names = {tensor.path.name for tensor in self.tensors.values()} | set(SIDECARS) | {INDEX}
+        names = {one.path.name for tensor in self.tensors.values() for one in tensor.stored} | set(SIDECARS) | {INDEX}
         return [self.folder / name for name in sorted(names) if (self.folder / name).is_file()]
 
 

@@ -3,8 +3,9 @@
     checkpoint = open_checkpoint("path/to/Qwen3-8B")
     params = checkpoint.load("bfloat16")
 
-Weights may be bfloat16, float16 or float32. Others are refused: float64 because JAX keeps no such arrays by default, 8-bit
-floats and integers because they mean nothing without scales, which quantised checkpoints each store in their own way.
+Weights may be bfloat16, float16 or float32, or quantized in a way that `quantized.releases` knows: then they are dequantized while
+they are loaded. Others are refused: float64 because JAX keeps no such arrays by default, 8-bit floats and integers because they
+mean nothing without scales.
 """
 
 import math
@@ -25,7 +26,9 @@ from dflash_jax.checkpoints.converted import check_dtype, main_dtype
 from dflash_jax.checkpoints.finite import DAMAGED, TOO_LARGE, all_finite
 from dflash_jax.checkpoints.hf_folder import HuggingFaceFolder, read_folder
 from dflash_jax.checkpoints.mapping import KEEP, Plan, Step, make_plan
-from dflash_jax.checkpoints.prefetch import read_ahead, wait_until_read
+from dflash_jax.checkpoints.prefetch import read_ahead
+from dflash_jax.checkpoints.quantized.release import Release
+from dflash_jax.checkpoints.quantized.releases import dequantized, notices, take_release
 from dflash_jax.checkpoints.safetensors import DTYPES, Tensor, chunks, unread_dtypes
 from dflash_jax.checkpoints.transfer import Incoming, place
 from dflash_jax.config import DecoderConfig
@@ -50,6 +53,7 @@ class HuggingFaceCheckpoint:
       files: what was read from disk, as found.
       plan: how its tensors become parameters.
       stored_scales: the scales of float8 pages among its tensors.
+      release: how its weights are quantized; None where they are not.
     """
 
     def __init__(
@@ -60,6 +64,7 @@ class HuggingFaceCheckpoint:
         plan: Plan,
         stored_scales: StoredScales | None = None,
         vision: "HuggingFaceCheckpoint | None" = None,
+        release: Release | None = None,
     ):
         self.files, self.family, self.config, self.plan, self.vision = files, family, config, plan, vision
         self.folder, self.stored_scales = files.folder, stored_scales
@@ -69,6 +74,8 @@ class HuggingFaceCheckpoint:
         free = [step for step in plan.steps if step.parameter.dtype is None]
         self.dtype = main_dtype((step.dtype, step.parameter.size) for step in free)
         self.notices = [*files.notices]
+        if release is not None:
+            self.notices += notices(release, [tensor for step in plan.steps for tensor in step.tensors])
         self.notices += _left_out(plan.ignored)
         self.notices += [f"{copy.name} repeats {other.name} and is left out" for copy, other in plan.tied]
         if others := [step.parameter.name for step in free if step.dtype != self.dtype]:
@@ -96,7 +103,8 @@ class HuggingFaceCheckpoint:
 
     def expect(self) -> None:
         """See `dflash_jax.checkpoints.converted.Checkpoint.expect`."""
-        read_ahead(list(dict.fromkeys(tensor.path for step in self.plan.steps for tensor in step.tensors)))
+        stored = (one for step in self.plan.steps for tensor in step.tensors for one in tensor.stored)
+        read_ahead(list(dict.fromkeys(one.path for one in stored)))
 
 
 def open_checkpoint(path: str | Path, dtype: str = KEEP) -> HuggingFaceCheckpoint:
@@ -121,9 +129,15 @@ def inspect(path: str | Path, dtype: str = KEEP) -> tuple[HuggingFaceCheckpoint 
     problems = list(files.problems)
     if not files.config:
         return None, problems or ["config.json is empty; fetch it again"]
+    tensors, unreadable, of_codes = files.tensors, files.unreadable, list[str]()
     try:
+        values, release = take_release(files.config)
+        files = replace(files, config=values)
+        if release is not None:
+            tensors, unreadable = dequantized(release, tensors, unreadable, of_codes)
+            files = replace(files, tensors=tensors)
         family = family_of(files.config)
-        config = family.config(files.config, [*files.tensors, *files.unreadable], files.notices)
+        config = family.config(files.config, [*tensors, *unreadable], files.notices)
     except ConfigError as error:
         problems += unread_dtypes(files.tensors.values())
         if not problems:
@@ -135,18 +149,18 @@ def inspect(path: str | Path, dtype: str = KEEP) -> tuple[HuggingFaceCheckpoint 
         embedding = next(parameter for parameter in parameters if parameter.name == "embed.weight")
         tied = {"lm_head.weight": embedding.sources[0].name}
     canonical, of_scales = family.canonical_for(config), list[str]()
-    scales, unread, weights = None, list[str](), dict(files.tensors)
+    scales, unread, weights = None, list[str](), dict(tensors)
     if family.role == "target":
-        scales, unread = stored_scales(config, canonical, files.tensors, of_scales)
-        weights = {name: tensor for name, tensor in files.tensors.items() if not is_scale(canonical(name))}
-    plan = make_plan(parameters, canonical, weights, dtype=dtype, tied=tied, unreadable=files.unreadable)
+        scales, unread = stored_scales(config, canonical, tensors, of_scales)
+        weights = {name: tensor for name, tensor in tensors.items() if not is_scale(canonical(name))}
+    plan = make_plan(parameters, canonical, weights, dtype=dtype, tied=tied, unreadable=unreadable)
     vision = None if family.vision is None else _tower(files, family_named(family.vision), config, dtype)
     seen = {} if vision is None else vision.files.tensors
     plan = replace(plan, ignored=(*(name for name in plan.ignored if name not in seen), *unread))
-    checkpoint = HuggingFaceCheckpoint(files, family, config, plan, scales, vision)
+    checkpoint = HuggingFaceCheckpoint(files, family, config, plan, scales, vision, release)
     if not files.complete:
         return checkpoint, problems
-    problems += [*plan.problems, *of_scales]
+    problems += [*of_codes, *plan.problems, *of_scales]
     problems += [
         f"tensor {copy.name} differs from {other.name}, though config.json ties them; set tie_word_embeddings to false "
         "or remove the tensor"
@@ -281,11 +295,9 @@ def _fill_span(array: np.ndarray, tensor: Tensor, begin: int) -> None:
     Raises:
       CheckpointError: a value is not finite, or not any more in the array's type.
     """
-    stored = DTYPES[tensor.dtype]
-    span = replace(tensor, shape=(array.size,), offset=tensor.offset + begin * stored.itemsize)
-    wait_until_read(span.path, span.offset, span.nbytes)
+    span = tensor.part(begin, (array.size,))
     floating, position = jnp.issubdtype(array.dtype, jnp.floating), 0
-    whole = array.dtype == stored
+    whole = array.dtype == DTYPES[tensor.dtype]
     for piece in chunks(span, PART_BYTES if whole else CONVERTED_BYTES, into=array if whole else None):
         part = array[position : position + piece.size]
         if not whole:

@@ -7,7 +7,7 @@ Nothing is read or written here; a plan with problems is still a plan, and can b
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
@@ -38,10 +38,11 @@ class Step:
 
     @property
     def op(self) -> str:
-        """`copy`, `stack`, `cast` or `stack+cast`."""
-        casts = any(DTYPES[tensor.dtype] != jnp.dtype(self.dtype) for tensor in self.tensors)
-        stacks = len(self.tensors) > 1
-        return "+".join(word for word, used in (("stack", stacks), ("cast", casts)) if used) or "copy"
+        """`copy`, or what is done of `dequantize`, `stack` and `cast`, joined by `+`."""
+        made = any(tensor.stored_name != tensor.dtype_name for tensor in self.tensors)
+        casts = not made and any(DTYPES[tensor.dtype] != jnp.dtype(self.dtype) for tensor in self.tensors)
+        done = (("dequantize", made), ("stack", len(self.tensors) > 1), ("cast", casts))
+        return "+".join(word for word, used in done if used) or "copy"
 
     @property
     def nbytes(self) -> int:
@@ -104,7 +105,8 @@ class Plan:
                         "parameter": step.parameter.name,
                         "row": first,
                         "shape": list(tensor.shape),
-                        "from": DTYPES[tensor.dtype].name,
+                        "stored": tensor.stored_name,
+                        "from": tensor.kept_name,
                         "to": step.dtype,
                         "op": step.op,
                         "bytes": tensor.size * jnp.dtype(step.dtype).itemsize,
@@ -118,7 +120,7 @@ class Plan:
         header = ("source", "parameter", "row", "shape", "dtype", "op", "bytes")
         lines: list[tuple[str, ...]] = [header]
         for row in self.rows():
-            dtype = row["to"] if row["from"] == row["to"] else f"{row['from']}->{row['to']}"
+            dtype = row["to"] if row["stored"] == row["to"] else f"{row['stored']}->{row['to']}"
             shape = "x".join(map(str, row["shape"])) or "scalar"
             lines.append(
                 (row["source"], row["parameter"], str(row["row"]), shape, dtype, row["op"], f"{row['bytes']:,}")
@@ -196,12 +198,9 @@ def make_plan(
 def _taken(source: Source, tensor: Tensor) -> list[Tensor]:
     """What a source takes of its tensor: one piece of the file for each run of rows."""
     if source.runs is None:
-        return [tensor if source.kept is None else replace(tensor, shape=source.kept)]
-    row = tensor.nbytes // tensor.shape[0]
-    return [
-        replace(tensor, shape=(count, *tensor.shape[1:]), offset=tensor.offset + first * row)
-        for first, count in source.runs
-    ]
+        return [tensor if source.kept is None else tensor.part(0, source.kept)]
+    row = tensor.size // tensor.shape[0]
+    return [tensor.part(first * row, (count, *tensor.shape[1:])) for first, count in source.runs]
 
 
 def _shape_problems(parameter: Parameter, tensors: Sequence[Tensor]) -> list[str]:
@@ -225,13 +224,13 @@ def _target_dtype(parameter: Parameter, tensors: Sequence[Tensor], dtype: str) -
             problems.append(f"tensor {tensor.name} has dtype {name}, expected integers")
         elif not integer and name not in FLOAT_DTYPES:
             advice = (
-                "take the bfloat16 release: scales of quantised weights are not read"
+                "take the bfloat16 release: config.json says nothing of scales (quantization_config)"
                 if name.startswith("float8")
                 else ""
             )
             advice = advice or "write the checkpoint again in one of these"
             problems.append(f"tensor {tensor.name} has dtype {name}, expected {', '.join(FLOAT_DTYPES)}; {advice}")
-    kinds = {tensor.dtype_name for tensor in tensors}
+    kinds = {tensor.kept_name for tensor in tensors}
     if parameter.dtype is not None:
         return parameter.dtype, problems
     if dtype != KEEP:

@@ -12,7 +12,7 @@ piece into one buffer, with plain reads: mapped pages would count as this proces
 import math
 import stat
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ import numpy as np
 
 from dflash_jax.checkpoints.hub import POINTER, is_pointer
 from dflash_jax.checkpoints.json_files import parse
+from dflash_jax.checkpoints.prefetch import wait_until_read
 from dflash_jax.config import shown
 from dflash_jax.errors import CheckpointError
 
@@ -79,6 +80,41 @@ class Tensor:
     def dtype_name(self) -> str:
         """numpy's name for its dtype, or the format's own where numpy has none."""
         return DTYPES[self.dtype].name if self.dtype in DTYPES else self.dtype
+
+    @property
+    def stored(self) -> "tuple[Tensor, ...]":
+        """The tensors of files that are read for it."""
+        return (self,)
+
+    @property
+    def stored_name(self) -> str:
+        """What it is in the file: its dtype, but for numbers that are made while they are read."""
+        return self.dtype_name
+
+    @property
+    def kept_name(self) -> str:
+        """The dtype that it keeps where none is asked for."""
+        return self.dtype_name
+
+    def part(self, begin: int, shape: tuple[int, ...]) -> "Tensor":
+        """Some of its values, from number `begin` on, in `shape`."""
+        return replace(self, shape=shape, offset=self.offset + begin * _bits(self.dtype) // 8)
+
+    def pieces(self, chunk_bytes: int, into: np.ndarray | None = None) -> Iterator[np.ndarray]:
+        """See `chunks`."""
+        if self.dtype in UNREAD_BITS:
+            raise CheckpointError(str(self.path), unread_dtypes([self]))
+        wait_until_read(self.path, self.offset, self.nbytes)
+        dtype = DTYPES[self.dtype]
+        step = max(1, min(self.size, chunk_bytes // dtype.itemsize))
+        buffer = np.empty(step, dtype) if into is None else into
+        with self.path.open("rb", buffering=0) as file:
+            file.seek(self.offset)
+            for begin in range(0, self.size, step):
+                first = 0 if into is None else begin
+                piece = buffer[first : first + min(step, self.size - begin)]
+                fill(piece, file, self)
+                yield piece
 
 
 def _bits(dtype: str) -> int:
@@ -214,21 +250,11 @@ def chunks(tensor: Tensor, chunk_bytes: int = CHUNK_BYTES, into: np.ndarray | No
     Raises:
       CheckpointError: no array has its dtype, or the file became shorter since its header was read.
     """
-    if tensor.dtype in UNREAD_BITS:
-        raise CheckpointError(str(tensor.path), unread_dtypes([tensor]))
-    dtype = DTYPES[tensor.dtype]
-    step = max(1, min(tensor.size, chunk_bytes // dtype.itemsize))
-    buffer = np.empty(step, dtype) if into is None else into
-    with tensor.path.open("rb", buffering=0) as file:
-        file.seek(tensor.offset)
-        for begin in range(0, tensor.size, step):
-            first = 0 if into is None else begin
-            piece = buffer[first : first + min(step, tensor.size - begin)]
-            _fill(piece, file, tensor)
-            yield piece
+    return tensor.pieces(chunk_bytes, into)
 
 
-def _fill(array: np.ndarray, file: FileIO, tensor: Tensor) -> None:
+def fill(array: np.ndarray, file: FileIO, tensor: Tensor) -> None:
+    """Fills a contiguous array with the next bytes of `file`. Raises CheckpointError where it ends before."""
     view, filled = memoryview(array.view(np.uint8)), 0
     while filled < len(view):
         count = file.readinto(view[filled:])

@@ -75,8 +75,8 @@ def weight_shapes(
         kind = draft_weight_dtype or weight_dtype if family.role == "draft" else weight_dtype
         if ranks is None:
             shapes[family.role] = jax.eval_shape(partial(_kept, config, dtype, rows, kind=kind), shapes[family.role])
-        elif _rounds(kind):
-            shapes[family.role] = jax.eval_shape(partial(quantise_weights, kind=kind), shapes[family.role])
+        else:
+            shapes[family.role] = jax.eval_shape(partial(_kept_share, kind=kind), shapes[family.role])
         if family.role == "draft":
             shapes[family.role] |= jax.eval_shape(
                 partial(_copied_head, cast(DFlashConfig, config), kind=kind), shapes.get("target", {})
@@ -134,7 +134,7 @@ def completed(
     for config, family in models:
         kind = draft_weight_dtype or weight_dtype if family.role == "draft" else weight_dtype
         params = _derived(config, family, placed[family.role], ranks)
-        result[family.role] = quantise_shares(params, kind, ranks) if _rounds(kind) else params
+        result[family.role] = _kept_shares(params, kind, ranks)
         if family.role == "draft":
             result["draft"] |= _copied_head(cast(DFlashConfig, config), result["target"], kind, ranks)
     return result
@@ -146,11 +146,14 @@ def _derived(config: DecoderConfig, family: Family, params: dict[str, Any], rank
         return family.derived(config, params)
     derive = partial(family.derived, _share(config, ranks))
     named = jax.eval_shape(derive, held(params))
+    if params.keys() - named.keys():
+        # In place of others are the same rows in another shape, and ranks' shares of them side by side: no two copies at a time.
+        return family.derived(config, params)
     new = [name for name in named if name not in params]
     made = ranks.each(
         lambda own: {name: array for name, array in derive(dict(own)).items() if name in new}, params, axis=0
     )
-    return {name: array for name, array in params.items() if name in named} | made
+    return params | made
 
 
 def released(stored: Shapes) -> bool:
@@ -275,7 +278,7 @@ def _kept(
     ranks: Ranks | None = None,
 ) -> dict[str, Weight]:
     if ranks is not None:
-        return quantise_shares(params, kind, ranks) if _rounds(kind) else {**params}
+        return _kept_shares(params, kind, ranks)
     if _tiled(config, dtype, kind):
         return tile_experts(config, params)
     if kind not in RELEASED:
@@ -283,6 +286,20 @@ def _kept(
     if _rounds(kind):
         return quantise_weights(params, kind)
     return {**(block_columns(params) if blocks_pay(config, dtype, rows) else params)}
+
+
+def _kept_shares(params: dict[str, Array], kind: WeightDtype | None, ranks: Ranks) -> dict[str, Weight]:
+    """`_kept` of arrays that ranks share."""
+    if kind not in RELEASED:
+        params = dequantise_weights(params)
+    return quantise_shares(params, kind, ranks) if _rounds(kind) else {**params}
+
+
+def _kept_share(params: dict[str, Array], kind: WeightDtype | None) -> dict[str, Weight]:
+    """The same of what one rank holds."""
+    if kind not in RELEASED:
+        params = dequantise_weights({**params})
+    return quantise_weights(params, kind) if _rounds(kind) else {**params}
 
 
 def _tiled(config: DecoderConfig, dtype: jnp.dtype, kind: WeightDtype | None) -> bool:

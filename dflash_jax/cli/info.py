@@ -104,6 +104,7 @@ def collect(path: str | Path | None = None, *, hashes: bool = False, **options: 
         "memory": {
             "free_bytes": memory.free,
             "weight_dtype": asked.weight_dtype,
+            "attention_output": asked.attention_output,
             "draft_weight_dtype": (asked.draft_weight_dtype or asked.weight_dtype) if drafter is not None else None,
             **{
                 key: weight_bytes({"": {name: engine.weights.get("draft", {}).get(name)}})
@@ -236,6 +237,7 @@ def lines(facts: dict[str, Any]) -> list[str]:
             rows.append(("", f"{model['experts_per_token']} of {model['experts']} experts a token"))
         if "block_size" in model:
             head = "" if model["draft_head"] == "v1" else f", draft head {model['draft_head']}"
+            head += f", layers of {model['layers_of']}" if "layers_of" in model else ""
             rows.append(("", f"blocks of {model['block_size']}, reads target layers {model['tapped_layers']}{head}"))
     if (tower := facts["vision"]) is not None:
         edge = tower["pixels_of_a_token"]
@@ -323,6 +325,8 @@ def _rounding(memory: dict[str, Any]) -> list[tuple[str, str]]:
         which = f"large matrices in {ours}" if theirs in (ours, None) else f"the drafter's large matrices in {theirs}"
         if ours is not None and theirs not in (ours, None):
             which += f", the target's in {ours}"
+        if memory["attention_output"] is not None:
+            which += f", what attention gives in {memory['attention_output']}"
     copy = f", {size(head)} for its copy of the target's head" if head else ""
     return [("", f"{which}{copy}, {size(memory['reading_bytes'])} while weights are read")]
 

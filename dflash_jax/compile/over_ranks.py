@@ -124,7 +124,7 @@ def _specs(tree: Any, ranks: Ranks) -> Any:
             return DeltaState(heads, channels)
         if not isinstance(part, Pages):
             return P()
-        axes = pool_axes(part, deal=ranks.deal)
+        axes = pool_axes(part, deal=ranks.dealt > 1)
         return jax.tree.map(lambda axis: P() if axis < 0 else P(*(None,) * axis, AXIS), axes)
 
     return jax.tree.map(of, tree, is_leaf=lambda part: isinstance(part, Pages | DeltaState))

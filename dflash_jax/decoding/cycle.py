@@ -209,7 +209,8 @@ def verified(
         lengths = jnp.where(live, setup.width, 0) if block.lengths is None else block.lengths
         pages, heads = state.target_pages, attending_heads(setup.target, plans.target, exact=setup.exact)
         table, size = tables_of(page_table, "target"), pages.page_size
-        attend = PagedAttend(table, positions, lengths, size, heads=heads, shared=shared, dealt=setup.dealt)
+        options = {"heads": heads, "narrow": pages.narrow, "shared": shared, "dealt": setup.dealt}
+        attend = PagedAttend(table, positions, lengths, size, **options)
         attend, cache = verifying(attend, pages, state.recurrent, live)
         run = Planned(plans.target, workspaces.target)
         if pack is None:
@@ -424,7 +425,7 @@ def draft_block(
         live = jnp.where(state.done, 0, size)
         heads = attending_heads(drafter.config, run.plan)
         where = table, positions - before[:, None], live, draft_pages.page_size
-        attend = PagedAttend(*where, heads=heads, shared=shared)
+        attend = PagedAttend(*where, heads=heads, narrow=draft_pages.narrow, shared=shared)
         return drafter.block(state.pending, target.embed.weight[...], positions, attend, run, draft_pages)
 
 

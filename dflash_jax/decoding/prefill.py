@@ -135,7 +135,7 @@ def _filled(
     positions = starts[:, None] + rows
     with jax.named_scope("prefill"), added_in_order(setup.exact):
         related = ids.shape[0] > 1
-        shape = None if related else page_shape(caches.target, table_width(page_table))
+        shape = None if related or setup.dealt > 1 else page_shape(caches.target, table_width(page_table))
         run = Planned(setup.target_plan(weights, (ids.shape[0], ids.shape[1]), shape))
         heads = attending_heads(setup.target, run.plan, exact=setup.exact)
         page_size, states = caches.target.page_size, caches.recurrent

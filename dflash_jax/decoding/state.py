@@ -65,8 +65,8 @@ class Setup:
         are most likely to stand, whichever slots' those are (`decoding.verify_budget`).
       ranks: devices that share the models. Programs are traced for a rank's share (`of_rank`).
       pictures: whether prompts may hold pictures: then each slot has a shift of its positions (`DecodeState.shift`).
-      dealt: of those the ones that have a part each of every latent page; 1 where all have all. A page of the page table is then
-        so many of the drafter's pages, one after the other (`draft_table`).
+      dealt: of those the ones that have a part each of every page of the target's; 1 where each has whole pages. A page of the page
+        table is then so many of the drafter's pages, one after the other (`draft_table`).
       exact: whether a token's bits may depend on nothing but its request: not on its place among the rows, nor on what stands in
         the others. Programs take no way that depends on what they are given, and `loop` is told which slots draft.
     """
@@ -154,7 +154,7 @@ class Setup:
           pools: of the target and the drafter; shapes will do.
         """
         # Rows side by side attend by a call of their own: for the plan that is one of a sequence without pages.
-        pages = None if self.per_request else page_shape(pools[0], table_width)
+        pages = None if self.per_request or self.dealt > 1 else page_shape(pools[0], table_width)
         target = self.target_plan(weights, self.verified_shape(slots), pages, loops=True)
         if self.draft is None:
             return Plans(target)

@@ -131,6 +131,7 @@ def workspace_bytes(
     chosen = getattr(target, "index_topk", tokens)
     scores = 2 * 4 * rows * target.num_heads * min(tokens, chosen) + chosen_bytes(target, rows, tokens)
     scores += gathered_bytes(target, max(batch, chunk // PIECE), tokens, dtype)
+    scores = scores if draft is None else max(scores, gathered_bytes(draft, batch, tokens, dtype))
     return (
         activations
         + experts_bytes(target, rows, dtype)
@@ -139,11 +140,11 @@ def workspace_bytes(
     )
 
 
-def gathered_bytes(target: DecoderConfig, sequences: int, tokens: int, dtype: jnp.dtype) -> int:
+def gathered_bytes(config: DecoderConfig, sequences: int, tokens: int, dtype: jnp.dtype) -> int:
     """Keys and values of one layer that XLA gathers for a call of so many sequences, or pieces of prompts, where no kernel attends
     to its heads: as they lie in pages, and by head."""
-    full = layer_traits(target).full_heads
-    return 0 if full is None else 2 * 2 * sequences * tokens * full[0] * full[1] * dtype.itemsize
+    wide = layer_traits(config).wide_heads
+    return 0 if wide is None else 2 * 2 * sequences * tokens * wide[0] * wide[1] * dtype.itemsize
 
 
 def delta_bytes(target: DecoderConfig, rows: int, dtype: jnp.dtype) -> int:

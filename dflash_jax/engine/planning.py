@@ -1,6 +1,7 @@
 """What the options of `load` come to for a pair of checkpoints: an engine without weights, and a plan of the device's memory."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any, SupportsIndex
 
 import jax
@@ -33,6 +34,7 @@ from dflash_jax.models import DFlashConfig
 from dflash_jax.models.registry import family_for, layer_traits
 from dflash_jax.options import AUTO, DEFAULT_MODEL_LEN, FLOAT_DTYPES, RELEASED, LoadOptions, as_integer
 from dflash_jax.parallel.ranks import local_ranks, share_config
+from dflash_jax.quantization.attention_output import check_attention_output, with_outputs
 from dflash_jax.quantization.kv_formats import without_layers
 from dflash_jax.text.pictures.encoder import workspace_bytes as seeing_bytes
 
@@ -58,7 +60,7 @@ def plan_engine(target: Checkpoint, drafter: Checkpoint | None, options: LoadOpt
         check_pair(target.config, draft)
     check_sharing(target.config, draft, options)
     dealt = options.decode_context_parallel_size
-    ranks = local_ranks(options.tp, deal=dealt > 1)
+    ranks = local_ranks(options.tp, dealt=dealt)
     check_cache_dtype(target.config, options.cache_dtype)
     kept = without_layers(target.config, options.cache_dtype, options.cache_dtype_skip_layers)
     if draft is None and options.draft_cache_dtype is not None:
@@ -72,6 +74,9 @@ def plan_engine(target: Checkpoint, drafter: Checkpoint | None, options: LoadOpt
     rows, stored = cycle_rows(options.max_batch, draft), stored_shapes(pair, kind, ranks=ranks)
     check_released(options.weight_dtype, stored)
     weights = weight_shapes(pair, kind, options.weight_dtype, options.draft_weight_dtype, rows=rows, ranks=ranks)
+    check_attention_output(target.config, options.attention_output, options.tp)
+    with_their = partial(with_outputs, target.config, kind=options.attention_output)
+    weights["target"] = jax.eval_shape(with_their, weights["target"])
     longest = choose_model_len(target.config, options.max_model_len)
     if options.exact:
         check_exact(target.config, draft, options)

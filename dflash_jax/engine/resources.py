@@ -33,8 +33,9 @@ from dflash_jax.engine.verify_per_request import PerRequestPolicy
 from dflash_jax.engine.verify_policy import VerifyLength, VerifyPolicy
 from dflash_jax.errors import CapacityError, ParameterError, PromptError
 from dflash_jax.models.dflash_config import DFlashConfig
+from dflash_jax.models.registry import layer_traits
 from dflash_jax.parallel.ranks import held, pool_config, share_config
-from dflash_jax.quantization.kv_formats import CacheFormat, quantized_format
+from dflash_jax.quantization.kv_formats import CacheFormat, quantized_format, repeated_scales
 from dflash_jax.quantization.weights import Weight
 
 MAX_CYCLES = 32
@@ -96,6 +97,8 @@ class Resources:
       pictures: whether prompts may hold pictures, for which the target turns heads on three axes.
       goes_ahead: whether the next cycles may be started before the results of the last ones are looked at; see
         `engine.scheduler.InFlight`. None does so on GPUs, once calls have been seen to return while the device works.
+      late_dispatch: whether the next call is left for late where requests have just ended, so that those which follow them are in
+        it (`engine.scheduler.Scheduler`). Of use where each user asks again once answered; no GPU has timed it.
       cascade: whether requests that begin with the same pages attend to these once (`engine.cascade`): None where that saves time
         on a GPU; True wherever two share a page, waiting for the programs; False never.
       groups: layers whose pages are kept equally long, with the accounts of these; all are free whenever nothing runs.
@@ -130,6 +133,7 @@ class Resources:
     imposed_acceptance: float | tuple[float, ...] | None = None
     pictures: bool = False
     goes_ahead: bool | None = None
+    late_dispatch: bool = False
     cascade: bool | None = None
     programs: Programs = field(default_factory=Programs)
 
@@ -213,6 +217,7 @@ class Resources:
         """Who says whether cycles read shared pages once; None where none do. Who else has a page says nothing to exact texts."""
         if (
             self.exact
+            or self.dealt > 1
             or self.cascade is False
             or not self.shares
             or (self.cascade is None and jax.default_backend() != "gpu")
@@ -240,7 +245,7 @@ class Resources:
 
     @property
     def dealt(self) -> int:
-        """Devices that have a part each of every latent page."""
+        """Devices that have a part each of every page of the target's."""
         return 1 if self.programs.ranks is None else self.programs.ranks.dealt
 
     @property
@@ -481,8 +486,9 @@ class Resources:
         return {"pools": self._make_pools, "states": self._make_states}
 
     def _zeroed_pools(self) -> tuple[Pages, Pages]:
-        options = {"cache_dtype": self.cache_dtype, "scales": self.cache_scales}
         target, draft = pool_config(self.target, self.tp), self.draft
+        scales = None if self.cache_scales is None else repeated_scales(self.cache_scales, self.target, target)
+        options = {"cache_dtype": self.cache_dtype, "scales": scales}
         counts = {
             role: {
                 i: count
@@ -492,9 +498,10 @@ class Resources:
             for role in ROLES
         }
         ours, theirs = ([own[i] for i in range(len(own))] for own in counts.values())
-        dealt = self.dealt
+        dealt, heads = self.dealt, layer_traits(self.target).attention == "heads"
         return (
-            make_pages(target, ours, self.page_size, self.dtype, **options),
+            # Latent rows are cut along a page's tokens, and a key head is whose part of a page it is.
+            make_pages(target, ours, self.page_size // (dealt if heads else 1), self.dtype, **options),
             Pages((), ())
             if draft is None
             else make_pages(
@@ -517,7 +524,7 @@ class Resources:
         texts = [prompt[:TRAFFIC_TOKENS] for prompt in itertools.islice(prompts, TRAFFIC_PROMPTS)]
         kind = "int8" if quantized_format(self.cache_dtype) == "int8" else "fp8"
         params: Any = self.weights["target"]
-        scales = calibrate(self.target, params, texts, cache_dtype=kind)
+        scales = calibrate(self.target, params, texts, cache_dtype=kind, ranks=self.programs.ranks)
         with self.taking:
             self.cache_scales, self.scales_from_traffic = scales, False
             self.lose_pools()  # they hold the scales

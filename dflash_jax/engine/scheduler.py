@@ -58,6 +58,8 @@ from dflash_jax.errors import DFlashError
 FEW_CYCLES = 2
 # Seconds after which a thread that waits for another one's steps looks by itself.
 PATIENCE_S = 0.05
+# Of a call on the device, the part behind which the next one is made at the latest: how long it takes is only guessed.
+LATEST = 0.7
 
 
 class Row(NamedTuple):
@@ -133,6 +135,7 @@ class InFlight:
     Attributes:
       online: whether requests come while others run; then little is queued before the next one.
       returns_early: whether calls have been seen to return while the device works.
+      held: seconds that the host spent in `Scheduler._await_company` since results came last.
     """
 
     def __init__(self, core: Resources):
@@ -145,7 +148,9 @@ class InFlight:
         self.items: deque[PrefillResult | DecodeCall] = deque()
         self.online = False
         self.few = FEW_CYCLES
+        self.held = 0.0
         self._read = 0.0, 0.0
+        self._pace = self._busy = 0.0  # seconds of a cycle at least, and of the host for a call
 
     @property
     def calls(self) -> list[DecodeCall]:
@@ -185,6 +190,8 @@ class InFlight:
         now, compiled = self._read
         spent = now - began - (compiled - before)
         busy = call.returned - call.started - (compiled - call.compiled)
+        self._pace, self._busy = spent / call.cycles, busy
+        waited, self.held = waited + self.held, 0.0
         if waited < 0.3 * spent:  # as long as copies take: the device may have waited for the host
             self.few = min(2 * self.few, MAX_CYCLES)
         elif waited > 0.7 * spent:
@@ -193,6 +200,14 @@ class InFlight:
             # Not where a call keeps the host busy: results would come later, and no sooner.
             self.returns_early = busy < 0.75 * spent
         return spent
+
+    @property
+    def latest(self) -> float:
+        """The clock at which the call behind the one that runs has to be made, for the device not to wait; 0 where nobody knows."""
+        if len(self.items) != 1 or not isinstance(self.items[0], DecodeCall):
+            return 0.0
+        began, takes = max(self._read[0], self.items[0].started), self._pace * self.items[0].cycles
+        return began + min(LATEST * takes, takes - 2 * self._busy)
 
 
 class Batch:
@@ -661,6 +676,7 @@ class Scheduler:
         self._served: Sequence[Job] = ()  # whom the call in hand is for
         self._most_slots = 0
         self._spent = 0  # tokens of prompts since the last cycles
+        self._ended = 0  # requests that the last results ended
         self._preemptions = self._cached = 0
         self._torn = False  # a step has begun and not ended
         self._lead = Lead()
@@ -797,6 +813,8 @@ class Scheduler:
                 # Cycles go behind a prompt before its first token is read, also where nobody else runs: on an H200 a lone user's
                 # came 2 ms earlier when it was read first (6.4 for 8.5), but the device stood still while cycles were called, and
                 # 64 tokens took 1 ms longer, 2 to 3 %.
+                if core.late_dispatch:
+                    self._await_company()
                 while not self.inflight.full and (self._start_prompts(batch) or self._start_cycles(batch)):
                     pass
                 if self.inflight.items:
@@ -805,6 +823,19 @@ class Scheduler:
             except jax.errors.JaxRuntimeError:
                 core.lose_pools()
                 raise
+
+    def _await_company(self) -> None:
+        """Waits for those who may follow requests that have just ended, as long as the device does not wait for the next call.
+
+        A user who is answered asks again a moment later. In a call made at once they would have no part, and wait for its end.
+        """
+        ended, self._ended = self._ended, 0
+        began = time.perf_counter()
+        if self.inflight.online:
+            while len(self._waiting) < ended and (left := self.inflight.latest - time.perf_counter()) > 0:
+                if self._news.wait(left):
+                    self._drain()
+        self.inflight.held += time.perf_counter() - began
 
     def _engine(self) -> Resources:
         core = self._core()
@@ -1074,6 +1105,7 @@ class Scheduler:
 
     def _look(self, batch: Batch, item: PrefillResult | DecodeCall) -> None:
         """Waits for the results of a call, and sends them."""
+        self._ended = 0
         rows = [row for row in item.rows if row.here]
         if not rows:  # all have left since it was started
             return
@@ -1146,6 +1178,7 @@ class Scheduler:
                 job.sink(job.ticket, error)
         if ends:
             self._live.pop(job.ticket, None)
+            self._ended += 1
 
     def _give_up(self, job: Job, reason: str) -> None:
         """Ends a request whose grammar cannot be followed any further: it passed a bound of llguidance's."""

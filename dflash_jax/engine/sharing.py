@@ -2,13 +2,15 @@
 
 from collections.abc import Iterator
 
+import jax
+
 from dflash_jax.attention.context_parallel import most_queries
 from dflash_jax.cache.specs import layer_specs
 from dflash_jax.config import DecoderConfig
 from dflash_jax.errors import ParameterError
 from dflash_jax.models import DFlashConfig
 from dflash_jax.models.registry import family_for, layer_traits
-from dflash_jax.options import LoadOptions
+from dflash_jax.options import FROM_TRAFFIC, LoadOptions
 
 
 def sharing_refusals(target: DecoderConfig, draft: DFlashConfig | None, ranks: int) -> list[str]:
@@ -23,30 +25,45 @@ def check_sharing(target: DecoderConfig, draft: DFlashConfig | None, options: Lo
     if options.tp == 1:
         return
     reasons = sharing_refusals(target, draft, options.tp)
-    if options.cache_dtype is not None or options.draft_cache_dtype is not None:
-        reasons.append("cache_dtype is not there for several devices yet: leave it out")
+    if options.cache_scales == FROM_TRAFFIC and jax.process_count() > 1:
+        reasons.append(
+            f'cache_scales="{FROM_TRAFFIC}" finds scales in one process of several: give texts as calibration, or a file'
+        )
     if reasons:
         raise ParameterError(f"tp={options.tp} cannot be: {'; '.join(reasons)}")
 
 
 def _check_dealing(target: DecoderConfig, draft: DFlashConfig | None, options: LoadOptions) -> None:
-    """Raises ParameterError where latent pages cannot be dealt out as asked."""
+    """Raises ParameterError where pages cannot be dealt out as asked."""
     dealt, subject = options.decode_context_parallel_size, "decode_context_parallel_size"
     if dealt == 1:
         return
-    if dealt != options.tp:
-        raise ParameterError(f"{subject} must be 1 or tp={options.tp}, got {dealt}")
-    if layer_traits(target).attention != "latent":
+    traits, name = layer_traits(target), family_for(target).name
+    # Ranks that keep the same keys: all of them where a row is all heads'.
+    most = max(1, options.tp // (1 if traits.attention == "latent" else traits.kv_heads))
+    if most == 1:
         raise ParameterError(
-            f"{subject}={dealt} deals out pages of latents, which {family_for(target).name} has not: leave it out, its pages are "
-            "cut by key heads"
+            f"{subject}={dealt} spreads pages over devices that keep the same keys, and each of tp={options.tp} has some of "
+            f"{name}'s {traits.kv_heads} key heads for itself: leave it out"
+        )
+    if dealt != most:
+        raise ParameterError(
+            f"{subject} must be 1 or {most}, the devices of tp={options.tp} that keep the same keys of {name}, got {dealt}"
+        )
+    if traits.attention == "heads" and (traits.window or traits.sinks or traits.normed_out):
+        raise ParameterError(
+            f"{subject}={dealt} is not there for {name}, whose layers have windows, attention sinks or soft caps: leave it out"
+        )
+    if options.cache_dtype is not None:
+        raise ParameterError(
+            f"{subject}={dealt} deals out pages in the model's dtype, got cache_dtype={options.cache_dtype!r}: leave one out"
         )
     if any(spec.index for spec in layer_specs(target)):
         raise ParameterError(
-            f"{subject}={dealt} is not there for {family_for(target).name}, whose indexer chooses rows among all: leave it out"
+            f"{subject}={dealt} is not there for {name}, whose indexer chooses rows among all: leave it out"
         )
     verified, most = 1 if draft is None else draft.num_drafts + 1, most_queries(dealt, options.page_size)
-    if verified > most:
+    if traits.attention == "latent" and verified > most:
         raise ParameterError(
             f"{subject}={dealt} with page_size={options.page_size} verifies up to {most} tokens of a sequence, the drafter's "
             f"blocks have {verified}: raise page_size"
@@ -55,20 +72,16 @@ def _check_dealing(target: DecoderConfig, draft: DFlashConfig | None, options: L
 
 def _refusals(config: DecoderConfig, ranks: int) -> Iterator[str]:
     """Why so many devices cannot share a model."""
-    traits, name = layer_traits(config), family_for(config).name
+    traits = layer_traits(config)
     for heads in ("linear_key_heads", "linear_value_heads"):
         if (count := getattr(config, heads, 0)) % ranks:
             yield f"{count} {heads.removeprefix('linear_').replace('_', ' ')} of gated delta nets are no multiple of {ranks}"
-    if traits.activation == "clamped_swiglu":
-        yield f"experts of {name} have biases, which no two devices share yet"
-        return
-    if traits.full_heads is not None:
-        yield f"layers of {name} differ in their heads, which no two devices share yet"
-        return
     if traits.heads % ranks:
         yield f"{traits.heads} query heads are no multiple of {ranks}"
-    if traits.attention == "heads" and traits.kv_heads % ranks and ranks % traits.kv_heads:
-        yield f"{traits.kv_heads} key heads neither divide {ranks} nor are a multiple of it"
+    counts = [traits.kv_heads] + ([] if traits.full_heads is None else [traits.full_heads[0]])
+    for count in dict.fromkeys(counts if traits.attention == "heads" else ()):
+        if count % ranks and ranks % count:
+            yield f"{count} key heads neither divide {ranks} nor are a multiple of it"
     if traits.feed_forward != "moe" and traits.inner % ranks:
         yield f"feed-forwards of {traits.inner} are no multiple of {ranks}"
     if traits.experts is not None and traits.experts.count % ranks:

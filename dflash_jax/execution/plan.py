@@ -460,15 +460,19 @@ def _attention_refusal(traits: LayerTraits, call: CallShape, weights: WeightForm
 
 
 def _pages_refusal(traits: LayerTraits, call: CallShape) -> str | None:
-    """Why no kernel attends to the pages of layers whose heads differ from the others', so that XLA gathers them."""
-    if traits.full_heads is None or call.pages is None:
+    """Why no kernel attends to the pages of layers with wider heads than other families have, so that XLA gathers them."""
+    if traits.wide_heads is None or call.pages is None:
         return None
-    shaped, (heads, dim), pages = jax.ShapeDtypeStruct, traits.full_heads, call.pages
+    shaped, (heads, dim), pages = jax.ShapeDtypeStruct, traits.wide_heads, call.pages
     pool = shaped((1, heads, pages.page_size, dim), pages.dtype)
     rows = [shaped((call.sequences, *more), jnp.int32) for more in ((pages.table_width,), ())]
+    scales = {}
+    if pages.dtype == jnp.int8:
+        scales = {"k_scale": shaped(pool.shape[:3], jnp.float32), "v_scale": shaped((heads, dim), jnp.float32)}
     kernels = functools.partial(paged_attention, implementation=("mosaic_gpu", "triton"))
+    queries = shaped((call.sequences, call.tokens, traits.heads, dim), call.dtype)
     try:
-        jax.eval_shape(kernels, shaped((call.sequences, call.tokens, traits.heads, dim), call.dtype), pool, pool, *rows)
+        jax.eval_shape(kernels, queries, pool, pool, *rows, **scales)
     except NoImplementationError as error:
         return " ".join(str(error).split())
     return None
@@ -556,4 +560,6 @@ def _one_launch_refusal(params: Mapping[str, Any], rows: int, dtype: jnp.dtype) 
         return "the projections' weights are quantized"
     if "context_kv_proj.bias" in params:
         return "the projection to keys and values has a bias"
+    if "layers.0.attn_out_norm.weight" in params:
+        return "the norm's weight is applied in float32, the kernel rounds before it"
     return linear_chain_refusal(rows, dtype, depth=first.shape[1], hidden=first.shape[0], features=second.shape[0])

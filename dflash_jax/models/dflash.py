@@ -8,7 +8,7 @@ extra keys and values; every slot's hidden state predicts the token at that slot
 
 from collections.abc import Mapping
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import jax.numpy as jnp
 from flax import nnx
@@ -17,6 +17,9 @@ from jaxtyping import Array, Float, Int, Shaped
 from dflash_jax.models.decoder import Embedding
 from dflash_jax.models.dflash_config import DFlashConfig
 from dflash_jax.models.draft_conv import ConvolvedLayer, conv_parameters
+from dflash_jax.models.draft_gemma import gemma4_draft_layers, gemma4_draft_parameters
+from dflash_jax.models.gemma import gemma_traits
+from dflash_jax.models.gemma4 import unit_norm
 from dflash_jax.models.heads import Block, head_module, head_parameters
 from dflash_jax.models.layers import (
     ONE_BY_ONE,
@@ -27,6 +30,7 @@ from dflash_jax.models.layers import (
     RMSNorm,
     Rotary,
     Runner,
+    WideNorm,
     best_of_head,
     decoder_parameters,
     halved,
@@ -47,7 +51,9 @@ SHARED_HEAD, HEAD_INDEX = "shared.lm_head.weight", "index.lm_head.weight"
 
 
 def dflash_traits(config: DFlashConfig) -> LayerTraits:
-    """Layers of the dense Qwen3 kind, with sinks and a factor on values where a checkpoint says so."""
+    """Layers of the dense Qwen3 kind, with sinks and a factor on values where a checkpoint says so, or Gemma 4's."""
+    if config.gemma4:
+        return gemma_traits(config, normed_values=True)
     return decoder_traits(
         config, sinks=config.sinks, value_scale=config.value_scale, convolved=config.conv_taps > 0
     )  # fmt: skip
@@ -60,14 +66,11 @@ class DFlash(nnx.Module):
         d = config.hidden_size
         self.config = config
         self.fc = Linear(d, len(config.target_layer_ids) * config.target_hidden_size) if config.projects else None
-        self.hidden_norm = RMSNorm(d, config.norm_eps)
-        traits, layer = dflash_traits(config), DecoderLayer
-        if config.conv_taps:
-            layer = partial(ConvolvedLayer, taps=config.conv_taps, group=config.conv_group)
-        layers = [layer(config, i, traits, causal=config.causal[i]) for i in range(config.num_layers)]
-        self.layers = nnx.List(layers)
-        self.norm = RMSNorm(d, config.norm_eps)
-        rows = config.num_layers * 2 * config.num_kv_heads * config.head_dim
+        norm = WideNorm if config.gemma4 else RMSNorm
+        self.hidden_norm = norm(d, config.norm_eps)
+        self.layers = nnx.List(_layers(config))
+        self.norm = norm(d, config.norm_eps)
+        rows = config.num_layers * (1 if config.keys_as_values else 2) * config.num_kv_heads * config.head_dim
         self.context_kv_proj = Linear(rows, d, bias=config.attention_bias)
         self.embed = Embedding(config.vocab_size, d) if config.own_embedding else None
         self.lm_head = Linear(config.draft_vocab_size or config.vocab_size, d) if config.own_head else None
@@ -84,16 +87,28 @@ class DFlash(nnx.Module):
     ) -> tuple[Float[Array, "L B C K H"], Float[Array, "L B C K H"]]:
         """Keys (normed, rotated) and values of all layers for context states, through one projection."""
         c = self.config
-        both = self.context_kv_proj(context).reshape(*context.shape[:-1], c.num_layers, 2, c.num_kv_heads, c.head_dim)
-        both = jnp.moveaxis(both, (-4, -3), (0, 1))
-        norms = jnp.stack(self.context_norms)
-        keys = rms_norm(both[:, 0], jnp.ones((c.head_dim,), both.dtype), c.norm_eps) * norms[:, None, None, None, :]
-        return rotate(keys, self.rotary(positions)), both[:, 1]
+        both = self.context_rows(self.context_kv_proj(context))
+        both = both.reshape(*context.shape[:-1], c.num_layers, 2, c.num_kv_heads, c.head_dim)
+        keys, values = jnp.moveaxis(both, (-4, -3), (1, 0))
+        if self.context_norms is not None:
+            norms = jnp.stack(self.context_norms)
+            keys = rms_norm(keys, jnp.ones((c.head_dim,), both.dtype), c.norm_eps) * norms[:, None, None, None, :]
+        return rotate(keys, self.rotary(positions)), values
 
     @property
-    def context_norms(self) -> tuple[Float[Array, "H"], ...]:
-        """Weights of every layer's key norm."""
-        return tuple(cast(Array, layer.attn.norms[1]) for layer in self.layers)
+    def context_norms(self) -> tuple[Float[Array, "H"], ...] | None:
+        """Weights of every layer's key norm; None where `context_rows` norms."""
+        return None if self.config.gemma4 else tuple(cast(Array, layer.attn.norms[1]) for layer in self.layers)
+
+    def context_rows(self, products: Float[Array, "... F"]) -> Float[Array, "... F2"]:
+        """What `context_kv_proj` gives, with keys and values of each layer in turn: of layers that norm values both are normed."""
+        c = self.config
+        if not c.gemma4:
+            return products
+        parts = products.reshape(*products.shape[:-1], c.num_layers, -1, c.num_kv_heads, c.head_dim)
+        keys = [layer.attn.k_norm(parts[..., i, 0, :, :]) for i, layer in enumerate(self.layers)]
+        both = jnp.stack([jnp.stack(keys, axis=-3), unit_norm(parts[..., -1, :, :], c.norm_eps)], axis=-3)
+        return both.reshape(*products.shape[:-1], -1)
 
     def rotary(self, positions: Int[Array, "B T"]) -> Rotary:
         """The rotation at `positions` that all layers share."""
@@ -226,6 +241,15 @@ class DFlash(nnx.Module):
         return slots if self.config.sample_from_anchor else slots[:, 1:]
 
 
+def _layers(config: DFlashConfig) -> list[Any]:
+    if config.gemma4:
+        return [*gemma4_draft_layers(config.gemma4_layers, config.causal)]
+    traits, layer = dflash_traits(config), DecoderLayer
+    if config.conv_taps:
+        layer = partial(ConvolvedLayer, taps=config.conv_taps, group=config.conv_group)
+    return [layer(config, i, traits, causal=config.causal[i]) for i in range(config.num_layers)]
+
+
 def fuse_context_projection(config: DFlashConfig, params: Mapping[str, Array]) -> dict[str, Array]:
     """`params` with every layer's K and V rows also stacked into `context_kv_proj`, as `DFlash.context_kv` reads them: rows of keys
     that turn in pairs as `rotate` pairs them.
@@ -256,10 +280,15 @@ def dflash_parameters(config: DFlashConfig) -> tuple[Parameter, ...]:
     """Parameters of a DFlash checkpoint: 3 + 11 tensors a layer, and what it brings itself."""
     d, rows = config.hidden_size, config.draft_vocab_size or config.vocab_size
     features = len(config.target_layer_ids) * config.target_hidden_size
+    layers = (
+        gemma4_draft_parameters(config.gemma4_layers)
+        if config.gemma4
+        else decoder_parameters(config, "", dflash_traits(config))
+    )
     table = [
         *((single("fc.weight", "fc.weight", (d, features)),) if config.projects else ()),
         single("hidden_norm.weight", "hidden_norm.weight", (d,)),
-        *decoder_parameters(config, "", dflash_traits(config)),
+        *layers,
         single("norm.weight", "norm.weight", (d,)),
     ]
     if config.own_embedding:

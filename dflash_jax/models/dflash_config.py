@@ -1,13 +1,15 @@
 """Configuration of a DFlash drafter (arXiv 2602.06036), read from the `config.json` its checkpoints carry.
 
-Which member of the family a checkpoint is, v1, DFlash 2 or DSpark, is told by its keys and by its tensors. Names of architectures
-mean different things to different engines and are only held against what is there.
+Which member of the family a checkpoint is, v1, DFlash 2 or DSpark, is told by its keys and by its tensors, and so is whether its
+layers are Qwen3's or Gemma 4's. Names of architectures mean different things to different engines and are only held against what
+is there.
 
 Two libraries write such files. The speculators library has the decoder's keys under `transformer_layer_config`, counts tapped
 layers from 1 (0 is the embedding's output), and has a key of its own for whether sliding layers see a whole block; its weights have
 the same names. `from_speculators` turns its keys into z-lab's.
 """
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -28,11 +30,21 @@ from dflash_jax.config import (
     turns_pairs,
 )
 from dflash_jax.errors import ConfigError
+from dflash_jax.models.draft_gemma import (
+    NEUTRAL_BESIDE_GEMMA4,
+    NEUTRAL_OF_GEMMA4,
+    gemma4_draft_fields,
+    gemma4_of,
+    has_gemma4_layers,
+)
+from dflash_jax.models.gemma4 import Gemma4Config
 from dflash_jax.models.heads import HeadConfig, Sizes, Source, head_from_dict, read_head
 from dflash_jax.models.heads.reading import missing
 
-# DeepSpec's name, and the one of SpecForge and of its kin: their trainers always draft from the anchor.
-FROM_ANCHOR = ("Qwen3DSparkModel", "DSparkDraftModel")
+# DeepSpec's names, and the one of SpecForge and of its kin: their trainers always draft from the anchor.
+GEMMA4 = ("Gemma4DSparkModel",)
+FROM_ANCHOR = ("Qwen3DSparkModel", "DSparkDraftModel", *GEMMA4)
+LAYER_KINDS = ("qwen3", "gemma4")
 # What names promise.
 DFLASH2 = (
     "DFlash2DraftModel",
@@ -49,7 +61,7 @@ ARCHITECTURES = (
 # Keys of the published files that describe the target or the training run and change nothing here.
 _NEUTRAL = NEUTRAL_KEYS | {
     "confidence_head_alpha", "has_embed_tokens", "has_own_lm_head", "loss_decay_gamma", "max_anchors", "num_anchors",
-    "num_target_layers", "speculators_version", "tie_word_embeddings",
+    "num_target_layers", "speculators_version", "target_model_type", "target_text_model_type", "tie_word_embeddings",
 }  # fmt: skip
 # Parts of later members of the family, and of one trainer's options, with what says that a drafter has none.
 _NEUTRAL_VALUES = {
@@ -87,6 +99,8 @@ class DFlashConfig(DecoderConfig):
       conv_taps, conv_group: slots that its layers' convolutions reach over, and channels that share weights of one's own; 0 for
         layers without.
       head: what makes proposals; None for v1, which takes each place's best token.
+      layer_kind: whose layers it has, one of `LAYER_KINDS`.
+      keys_as_values: of Gemma 4's layers, whether they have no projection to values and take keys for them.
     """
 
     block_size: int = 16
@@ -108,6 +122,8 @@ class DFlashConfig(DecoderConfig):
     conv_taps: int = 0
     conv_group: int = 0
     head: HeadConfig | None = None
+    layer_kind: str = "qwen3"
+    keys_as_values: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -122,6 +138,18 @@ class DFlashConfig(DecoderConfig):
                 f"{type(self).__name__}: conv_taps={self.conv_taps} and conv_group={group} must both be at least 1, or 0, and "
                 f"hidden_size={self.hidden_size} a multiple of the latter"
             )
+        if self.layer_kind not in LAYER_KINDS or (self.keys_as_values and not self.gemma4):
+            raise ConfigError(
+                f"{type(self).__name__}: layer_kind must be {' or '.join(LAYER_KINDS)}, the latter where keys are taken for "
+                f"values, got {shown(self.layer_kind)}"
+            )
+        if self.gemma4 and (self.conv_taps or self.sinks or self.value_scale != 1.0 or any(self.windows)):
+            raise ConfigError(
+                f"{type(self).__name__}: convolutions, attention sinks, a factor on values and windows are not known of drafters "
+                "with layers of Gemma 4; expected none of them"
+            )
+        if self.gemma4:
+            _ = self.gemma4_layers  # which checks that heads can be
 
     def fitted(self, target: DecoderConfig) -> "DFlashConfig":
         """The same with what its file leaves to the target: the factor on embeddings that it borrows, and the soft cap on logits of
@@ -135,6 +163,16 @@ class DFlashConfig(DecoderConfig):
         if cap and not (self.logit_softcap or self.own_head or self.head):
             changes["logit_softcap"] = cap
         return replace(self, **changes) if changes else self
+
+    @property
+    def gemma4(self) -> bool:
+        """Whether its layers are Gemma 4's."""
+        return self.layer_kind == "gemma4"
+
+    @property
+    def gemma4_layers(self) -> Gemma4Config:
+        """A Gemma 4 decoder with its layers."""
+        return gemma4_of(self, keys_as_values=self.keys_as_values)
 
     @property
     def input_scale(self) -> float:
@@ -162,8 +200,11 @@ class DFlashConfig(DecoderConfig):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "DFlashConfig":
-        """See `DecoderConfig.from_dict`. Folders that were converted before there were convolutions and heads are v1's."""
-        given = {"conv_taps": 0, "conv_group": 0, "head": None, **values}
+        """See `DecoderConfig.from_dict`. Folders that were converted before there were convolutions and heads are v1's, and before
+        there were other layers Qwen3's."""
+        given = {
+            "conv_taps": 0, "conv_group": 0, "head": None, "layer_kind": "qwen3", "keys_as_values": False, **values
+        }  # fmt: skip
         config = super().from_dict(given | {"head": head_from_dict(given["head"])})
         assert isinstance(config, cls)
         return config
@@ -196,11 +237,9 @@ class DFlashConfig(DecoderConfig):
             nested.read.add(key)
             return top if nested.values.get(key) is None else nested
 
-        fields: dict[str, Any] = decoder_fields(top)
-        if turns_pairs(top, nested):
-            fields["rope"] = replace(fields["rope"], paired=True)
+        fields, causal = _layers(source, top, nested, tensor_names)
+        gemma4 = fields.get("layer_kind") == "gemma4"
         layers, hidden = fields["num_layers"], fields["hidden_size"]
-        windows, causal = _windows(source, fields["windows"], top)
         target_layers = source("num_target_layers").integer("num_target_layers", 0, minimum=0)
         ids = source("target_layer_ids").get("target_layer_ids", source("layer_ids").get("layer_ids"))
         tapped = source("use_aux_hidden_state").flag("use_aux_hidden_state", default=True)
@@ -228,7 +267,11 @@ class DFlashConfig(DecoderConfig):
                 f"{nested.subject}: projector_type must be linear, dspark or domino, got {shown(projector)}"
             )
         block = source("block_size").integer("block_size", 16, minimum=2)
-        own_head = "lm_head.weight" in tensor_names
+        own_embedding, own_head = (f"{name}.weight" in tensor_names for name in ("embed_tokens", "lm_head"))
+        if gemma4 and own_embedding != own_head:
+            raise ConfigError(
+                f"{top.subject}: a drafter with layers of Gemma 4 must bring embed_tokens and lm_head, or neither, got one of them"
+            )
         draft_vocab = source("draft_vocab_size").integer("draft_vocab_size", fields["vocab_size"])
         if draft_vocab > fields["vocab_size"] or (draft_vocab < fields["vocab_size"] and tensor_names and not own_head):
             raise ConfigError(
@@ -246,13 +289,13 @@ class DFlashConfig(DecoderConfig):
         taps, group = _convolution(source, tensor_names, hidden)
         head = read_head(source, tensor_names, sizes)
         _check_names(architectures_of(top.values), head, top)
-        # Of a selector and of a factor on a Markov head's bias it is known.
-        if head is not None and head.kind != "selector" and (softcap or (scale != 1.0 and head.kind != "markov")):
+        # Of a selector it is known, and of a factor on a Markov head's bias. DeepSpec adds one to Gemma 4's capped logits.
+        capped = softcap != 0 and not (gemma4 and head is not None and head.kind == "markov")
+        if head is not None and head.kind != "selector" and (capped or (scale != 1.0 and head.kind != "markov")):
             raise ConfigError(
                 f"{top.subject}: final_logit_softcapping={softcap} and a factor of {scale} on logits beside a draft head of kind "
                 f"{head.kind} are not implemented: no published drafter says whether they hold for the head's scores as well"
             )
-        fields["windows"] = windows
         features = source("target_hidden_size").integer("target_hidden_size", hidden)
         if not tapped and features != hidden:
             raise ConfigError(
@@ -271,12 +314,12 @@ class DFlashConfig(DecoderConfig):
                 "attention_sink_bias", default=top.flag("add_swa_attention_sink_bias")
             ),
             value_scale=source("attention_value_scale").number("attention_value_scale", 1.0),
-            embedding_scale=_embedding_scale(source),
+            embedding_scale=_embedding_scale(source, math.sqrt(hidden) if gemma4 else None),
             logit_scale=scale,
             logit_softcap=softcap,
             sample_from_anchor=_from_anchor(source, top, head, projector),
             draft_vocab_size=0 if draft_vocab == fields["vocab_size"] else draft_vocab,
-            own_embedding="embed_tokens.weight" in tensor_names,
+            own_embedding=own_embedding,
             own_head=own_head,
             mask_embedding="mask_embedding" in tensor_names,
             conv_taps=taps,
@@ -286,14 +329,36 @@ class DFlashConfig(DecoderConfig):
         if tapped:
             _check_taps(source, ids)
         nested.refuse_rest(_NEUTRAL, _NEUTRAL_VALUES)
-        top.refuse_rest(_NEUTRAL, _NEUTRAL_VALUES)
+        if gemma4:
+            top.refuse_rest(_NEUTRAL.union(NEUTRAL_BESIDE_GEMMA4), {**_NEUTRAL_VALUES, **NEUTRAL_OF_GEMMA4})
+        else:
+            top.refuse_rest(_NEUTRAL, _NEUTRAL_VALUES)
         return config
 
 
-def _embedding_scale(source: Source) -> float | None:
-    """Factor on embeddings; None where the file does not say."""
+def _layers(
+    source: Source, top: KeyReader, nested: KeyReader, names: Collection[str]
+) -> tuple[dict[str, Any], tuple[bool, ...]]:
+    """The fields that describe layers, and whether each is causal where no key of its own says so."""
+    if has_gemma4_layers(top, names):
+        fields = gemma4_draft_fields(top)
+        return fields, (False,) * fields["num_layers"]
+    if set(architectures_of(top.values)) & set(GEMMA4):
+        raise ConfigError(
+            f"{top.subject} names {', '.join(GEMMA4)}, but neither its keys (global_head_dim) nor its tensors (layer_scalar) are "
+            "of layers of Gemma 4; name DFlashDraftModel, or take them from the drafter's training run"
+        )
+    fields = decoder_fields(top)
+    if turns_pairs(top, nested):
+        fields["rope"] = replace(fields["rope"], paired=True)
+    windows, causal = _windows(source, fields["windows"], top)
+    return fields | {"windows": windows}, causal
+
+
+def _embedding_scale(source: Source, absent: float | None) -> float | None:
+    """Factor on embeddings; `absent`, None for the target's, where the file does not say."""
     keys = source("input_embedding_scale")
-    return None if keys.get("input_embedding_scale") is None else keys.number("input_embedding_scale")
+    return absent if keys.get("input_embedding_scale") is None else keys.number("input_embedding_scale")
 
 
 def _final_hidden(keys: KeyReader, ids: Any, names: Collection[str]) -> tuple[int, ...]:

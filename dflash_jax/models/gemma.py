@@ -200,11 +200,13 @@ def _rotations(keys: KeyReader, max_position: int, absent: Mapping[str, Any]) ->
         if kind == FULL:
             own["rope_scaling"] = keys.get("rope_scaling")
         found.append(RopeConfig.from_keys(KeyReader(f"{keys.subject}, {kind}", own, keys.notices), max_position))
-    given.refuse_rest((), {})
+    # transformers 5.10 writes the two it gives other families beside the kinds of layers, without a meaning of their own.
+    beside = {"rope_theta": (None,), "rope_type": (None, "default")} if FULL in given.values else {}
+    given.refuse_rest((), beside)
     return found[0], found[1]
 
 
-def gemma_traits(config: GemmaConfig, **changes: Any) -> LayerTraits:
+def gemma_traits(config: DecoderConfig, **changes: Any) -> LayerTraits:
     """Layers that norm what comes out of their sublayers, with feed-forwards gated by GELU."""
     return decoder_traits(config, normed_out=True, activation="gelu_tanh", **changes)
 

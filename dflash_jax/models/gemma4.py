@@ -10,7 +10,7 @@ Source: transformers' Gemma4 and Gemma4Unified classes.
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -39,12 +39,14 @@ from dflash_jax.models.layers import MLP, Attend, Cache, Linear, Rotary, WideNor
 from dflash_jax.models.moe import Experts, expert_traits
 from dflash_jax.models.parameters import Parameter, Source, single
 from dflash_jax.models.traits import LayerTraits
+from dflash_jax.parallel.collectives import reduced_together
+from dflash_jax.parallel.cut import by_columns, by_rows
 
 COMPOSITES = ("Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration")
 ARCHITECTURES = ("Gemma4ForCausalLM", "Gemma4UnifiedForCausalLM", *COMPOSITES)
 MODEL_TYPES = ("gemma4_text", "gemma4", "gemma4_unified_text", "gemma4_unified")
 
-_ROPE = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6}
+ROPE = {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6}
 _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {**NEUTRAL_OF_TEXT, "top_k_experts": (None, 0)}
 
 gemma4_canonical = gemma_canonical
@@ -74,6 +76,7 @@ class Gemma4Config(GemmaConfig):
     num_experts: int = 0
     experts_per_token: int = 0
     moe_intermediate_size: int = 0
+    key_head_counts: ClassVar[tuple[str, ...]] = ("num_kv_heads", "full_kv_heads")
 
     # What `models.moe` asks of every configuration, and this family has in one form only.
     routing = "greedy"
@@ -145,11 +148,11 @@ class Gemma4Config(GemmaConfig):
         keys, whole = text_keys(values, COMPOSITES, notices)
         unified = "unified" in "".join((*architectures_of(values), str(values.get("model_type")))).lower()
         assumed = {"window": 1024, "max_position": 262_144} if unified else {"window": 512, "max_position": 131_072}
-        fields = gemma_fields(keys, layers=30, vocab=262_144, full_rope=_ROPE, **assumed)
+        fields = gemma_fields(keys, layers=30, vocab=262_144, full_rope=ROPE, **assumed)
         if fields["windows"][-1] is not None:
             fields["windows"] = (*fields["windows"][:-1], None)
             keys.notices.append("layer_types has a window for the last layer, which sees everything in this family")
-        fields |= _full_heads(keys, fields) | _experts(keys) | _per_layer(keys, absent=0 if unified else 256)
+        fields |= full_heads(keys, fields) | _experts(keys) | _per_layer(keys, absent=0 if unified else 256)
         config = cls(
             **fields,
             shared_layers=keys.integer("num_kv_shared_layers", 0, minimum=0),
@@ -160,7 +163,7 @@ class Gemma4Config(GemmaConfig):
         return config
 
 
-def _full_heads(keys: KeyReader, fields: Mapping[str, Any]) -> dict[str, Any]:
+def full_heads(keys: KeyReader, fields: Mapping[str, Any]) -> dict[str, Any]:
     """Heads of layers without a window: `global_head_dim` and `num_global_key_value_heads` as published, or `per_layer_config`
     as transformers 5 writes it."""
     base = {"num_key_value_heads": fields["num_kv_heads"], "head_dim": fields["head_dim"]}
@@ -216,8 +219,9 @@ def gemma4_traits(config: Gemma4Config) -> LayerTraits:
     """Layers with heads of two shapes, and experts beside dense feed-forwards where there are such."""
     full = config.full_kv_heads, config.full_head_dim
     if not config.num_experts:
-        return gemma_traits(config, full_heads=full)
-    return gemma_traits(config, full_heads=full, feed_forward="mixed", experts=expert_traits(config))
+        return gemma_traits(config, full_heads=full, normed_values=True)
+    mixed: dict[str, Any] = {"feed_forward": "mixed", "experts": expert_traits(config)}
+    return gemma_traits(config, full_heads=full, normed_values=True, **mixed)
 
 
 def unit_norm(x: Float[Array, "... D"], eps: float) -> Float[Array, "... D"]:
@@ -299,9 +303,11 @@ class Gemma4Mixture(nnx.Module):
         self.input_norm, self.out_norm, self.dense_norm = (WideNorm(d, eps) for _ in range(3))
 
     def __call__(self, x: Float[Array, "... D"], dense: Float[Array, "... D"]) -> Float[Array, "... D"]:
-        """Both feed-forwards of the stream x, of which `dense` is what the dense one gives."""
+        """Both feed-forwards of the stream x, of which `dense` is what the dense one gives, of ranks each one's part."""
         rows = x.reshape(-1, x.shape[-1])
         routed = self.experts(self.input_norm(rows), *self.router(rows)).reshape(x.shape)
+        # Ranks meet once for both, which are normed apart.
+        dense, routed = reduced_together(dense, routed)
         return self.dense_norm(dense) + self.out_norm(routed)
 
 
@@ -337,7 +343,7 @@ class Gemma4Layer(GemmaLayer):
     """A layer of Gemma 4; `own` is its own embedding of the tokens, where layers have such."""
 
     def __init__(self, config: Gemma4Config, index: int, traits: LayerTraits):
-        mlp = MLP(config.hidden_size, config.inner(index), traits.activation)
+        mlp = MLP(config.hidden_size, config.inner(index), traits.activation, summed=not config.num_experts)
         super().__init__(config, Gemma4Attention(config, index, traits), mlp, WideNorm)
         self.scalar = nnx.Param(jnp.ones((1,)))
         self.mixture = Gemma4Mixture(config) if config.num_experts else None
@@ -385,23 +391,29 @@ def gemma4_parameters(config: Gemma4Config) -> tuple[Parameter, ...]:
             single("inputs.norm.weight", "model.per_layer_projection_norm.weight", (p,)),
         ]
     for i in range(config.num_layers):
-        ours, theirs = f"layers.{i}.", f"model.layers.{i}."
-        table += norm_parameters(config, ours, theirs, "weight")
-        table += _attention_parameters(config, i, f"{ours}attn.", f"{theirs}self_attn.")
-        table += mlp_parameters(replace(config, intermediate_size=config.inner(i)), f"{ours}mlp.", f"{theirs}mlp.")
-        table.append(single(f"{ours}scalar", f"{theirs}layer_scalar", (1,)))
-        if config.num_experts:
-            table += _mixture_parameters(config, f"{ours}mixture.", theirs)
-        if p:
-            table += [
-                single(f"{ours}beside.gate.weight", f"{theirs}per_layer_input_gate.weight", (p, d)),
-                single(f"{ours}beside.proj.weight", f"{theirs}per_layer_projection.weight", (d, p)),
-                single(f"{ours}beside.norm.weight", f"{theirs}post_per_layer_input_norm.weight", (d,)),
-            ]
+        table += layer_parameters(config, i, f"layers.{i}.", f"model.layers.{i}.")
     table.append(single("norm.weight", "model.norm.weight", (d,)))
     if not config.tie_embeddings:
-        table.append(single("lm_head.weight", "lm_head.weight", (v, d)))
+        table.append(single("lm_head.weight", "lm_head.weight", (v, d), cut=by_rows((v, v), optional=True)))
     return tuple(table)
+
+
+def layer_parameters(config: Gemma4Config, index: int, ours: str, theirs: str) -> list[Parameter]:
+    """Of one layer, under our prefix and the checkpoint's."""
+    d, p = config.hidden_size, config.per_layer_width
+    table = norm_parameters(config, ours, theirs, "weight")
+    table += _attention_parameters(config, index, f"{ours}attn.", f"{theirs}self_attn.")
+    table += mlp_parameters(replace(config, intermediate_size=config.inner(index)), f"{ours}mlp.", f"{theirs}mlp.")
+    table.append(single(f"{ours}scalar", f"{theirs}layer_scalar", (1,)))
+    if config.num_experts:
+        table += _mixture_parameters(config, f"{ours}mixture.", theirs)
+    if p:
+        table += [
+            single(f"{ours}beside.gate.weight", f"{theirs}per_layer_input_gate.weight", (p, d)),
+            single(f"{ours}beside.proj.weight", f"{theirs}per_layer_projection.weight", (d, p)),
+            single(f"{ours}beside.norm.weight", f"{theirs}post_per_layer_input_norm.weight", (d,)),
+        ]
+    return table
 
 
 def _attention_parameters(config: Gemma4Config, index: int, ours: str, theirs: str) -> list[Parameter]:
@@ -411,8 +423,8 @@ def _attention_parameters(config: Gemma4Config, index: int, ours: str, theirs: s
     rows = {"q_proj": n} | ({"k_proj": k} if keeps else {}) | ({"v_proj": k} if config.has_values(index) else {})
     heads = tuple(Source(f"{theirs}{name}.weight", (count * h, d)) for name, count in rows.items())
     return [
-        Parameter(f"{ours}qkv_proj.weight", heads),
-        single(f"{ours}o_proj.weight", f"{theirs}o_proj.weight", (d, n * h)),
+        Parameter(f"{ours}qkv_proj.weight", heads, cut=by_rows(*((count * h, count) for count in rows.values()))),
+        single(f"{ours}o_proj.weight", f"{theirs}o_proj.weight", (d, n * h), cut=by_columns((n * h, n))),
         *(single(f"{ours}{one}.weight", f"{theirs}{one}.weight", (h,)) for one in ("q_norm", "k_norm")[: 1 + keeps]),
     ]
 
@@ -430,8 +442,8 @@ def _mixture_parameters(config: Gemma4Config, ours: str, theirs: str) -> list[Pa
         single(f"{ours}router.weight", f"{theirs}router.proj.weight", (e, d)),
         single(f"{ours}router.scale", f"{theirs}router.scale", (d,)),
         single(f"{ours}router.expert_scale", f"{theirs}router.per_expert_scale", (e,)),
-        Parameter(f"{ours}experts.gate_up_proj.weight", (gate_up,)),
-        Parameter(f"{ours}experts.down_proj.weight", (down,)),
+        Parameter(f"{ours}experts.gate_up_proj.weight", (gate_up,), cut=by_rows((e * 2 * f, e))),
+        Parameter(f"{ours}experts.down_proj.weight", (down,), cut=by_rows((e * d, e))),
         *(single(f"{ours}{own}.weight", f"{theirs}{name}.weight", (d,)) for own, name in norms.items()),
     ]
 

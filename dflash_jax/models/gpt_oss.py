@@ -13,7 +13,7 @@ Experts are released in MXFP4 (`quantization.mxfp4`), as rows, or in sixteen bit
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -33,10 +33,12 @@ from dflash_jax.config import (
 from dflash_jax.errors import ConfigError
 from dflash_jax.models.decoder import Decoder, target_parameters
 from dflash_jax.models.layers import DecoderLayer, Linear, WideNorm, decoder_parameters
-from dflash_jax.models.moe import rows_times
+from dflash_jax.models.moe import own_choices, rows_times
 from dflash_jax.models.parameters import Parameter, Source, single
 from dflash_jax.models.qwen3 import qwen3_canonical
 from dflash_jax.models.traits import ExpertTraits, LayerTraits, decoder_traits
+from dflash_jax.parallel.collectives import ranks_here, reduced
+from dflash_jax.parallel.cut import by_rows
 from dflash_jax.quantization.mxfp4 import BLOCK, Mxfp4, dequantise
 
 _THETA = 150_000.0
@@ -70,6 +72,7 @@ class GptOssConfig(DecoderConfig):
     swiglu_limit: float = 7.0
     mxfp4: bool = False
     tie_embeddings: bool = False
+    cut_sizes: ClassVar[tuple[str, ...]] = ("num_heads",)  # of experts each device has whole ones
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -215,14 +218,21 @@ class BiasedExperts(nnx.Module):
 
     def __init__(self, config: GptOssConfig):
         e, d, f = config.num_experts, config.hidden_size, config.intermediate_size
-        self.count, self.alpha, self.limit = e, config.swiglu_alpha, config.swiglu_limit
+        self.alpha, self.limit = config.swiglu_alpha, config.swiglu_limit
         self.hidden, self.inner = d, f
         self.gate_up_proj, self.down_proj = Linear(e * 2 * f, d, bias=True), Linear(e * d, f, bias=True)
+
+    @property
+    def count(self) -> int:
+        """Experts whose matrices are here: of several devices, each has a share of them."""
+        return cast(nnx.Param, self.down_proj.bias)[...].shape[0] // self.hidden
 
     def __call__(
         self, x: Float[Array, "T D"], experts: Int[Array, "T k"], weights: Float[Array, "T k"]
     ) -> Float[Array, "T D"]:
-        """Sum over each token's experts, weighted and added in float32."""
+        """Sum over each token's experts, weighted and added in float32; where ranks share them, over those of this one."""
+        if ranks_here() > 1:
+            experts, weights = own_choices(experts, weights, self.count)
         if experts.size <= self.count and not self.tiled:
             return self.chosen(x, experts, weights)
         if self.tiled or isinstance(self.gate_up_proj.weight[...], Mxfp4):
@@ -327,7 +337,7 @@ class BiasedMoE(nnx.Module):
             some = [rows[first : first + _MOST_ROWS] for first in range(0, rows.shape[0], _MOST_ROWS)]
             out = [self.experts.parts(one, self.router).sum(axis=0).astype(x.dtype) for one in some]
             return jnp.concatenate(out).reshape(x.shape)
-        return self.experts(rows, *self.router(rows)).reshape(x.shape)
+        return reduced(self.experts(rows, *self.router(rows))).reshape(x.shape)
 
 
 class GptOss(Decoder):
@@ -353,16 +363,17 @@ def gpt_oss_parameters(config: GptOssConfig) -> tuple[Parameter, ...]:
             single(f"{ours}router.bias", f"{theirs}router.bias", (e,)),
         ]
         for name, rows, columns in (("gate_up_proj", 2 * f, d), ("down_proj", d, f)):
-            own, source = f"{ours}experts.{name}", f"{theirs}experts.{name}"
+            own, source, cut = f"{ours}experts.{name}", f"{theirs}experts.{name}", by_rows((e, e))
             if config.mxfp4:
                 blocks, scales = (e, rows, columns // BLOCK, BLOCK // 2), (e, rows, columns // BLOCK)
                 table += [
-                    single(f"{own}.blocks", f"{source}_blocks", blocks, "uint8", weights=2),
-                    single(f"{own}.scales", f"{source}_scales", scales, "uint8", weights=0),
+                    single(f"{own}.blocks", f"{source}_blocks", blocks, "uint8", weights=2, cut=cut),
+                    single(f"{own}.scales", f"{source}_scales", scales, "uint8", weights=0, cut=cut),
                 ]
             else:
-                table.append(single(f"{own}.columns", source, (e, columns, rows)))
-            table.append(Parameter(f"{own}.bias", (Source(f"{source}_bias", (e, rows), kept=(e * rows,)),)))
+                table.append(single(f"{own}.columns", source, (e, columns, rows), cut=cut))
+            bias = Source(f"{source}_bias", (e, rows), kept=(e * rows,))
+            table.append(Parameter(f"{own}.bias", (bias,), cut=by_rows((e * rows, e))))
         return table
 
     layers = decoder_parameters(config, "model.", gpt_oss_traits(config), feed_forward=feed_forward, sinks="sinks")

@@ -380,10 +380,12 @@ def _gemma4(
     )
 
 
-# The inner width of the 31B and the layers of the 26B-A4B are what gives their published sizes. No file of the 12B was seen.
+# The inner width of the 31B and the layers of the 26B-A4B are what gives their published sizes. The 12B's sizes are in its
+# drafter's file, which DeepSpec copies from the target's; that every sixth layer sees everything is the family's way.
 GEMMA4_TARGETS: Mapping[str, Gemma4Config] = MappingProxyType(
     {
         "gemma-4-31B": _gemma4(5376, 21_504, 60, (32, 16, 4)),
+        "gemma-4-12B": _gemma4(3840, 15_360, 48, (16, 8, 1)),
         "gemma-4-26B-A4B": _gemma4(2816, 2112, 30, (16, 8, 2), experts=(128, 8, 704)),
     }
 )
@@ -450,6 +452,23 @@ HEAD_DRAFTERS: Mapping[str, DFlashConfig] = MappingProxyType(
         "dspark_qwen3_8b_block7": _DSPARK_8B,
         # The same where the bias is added to the best few tokens alone.
         "dspark_qwen3_8b_block7_top512": dataclasses.replace(_DSPARK_8B, head=dataclasses.replace(_DSPARK, top_k=512)),
+    }
+)
+
+_GEMMA4_12B = GEMMA4_TARGETS["gemma-4-12B"]
+_GEMMA4_BLOCK7 = DFlashConfig(
+    vocab_size=262_144, hidden_size=3840, intermediate_size=15_360, num_layers=5, num_heads=16, num_kv_heads=1, head_dim=512,
+    rope=_GEMMA4_12B.rope, max_position=262_144, windows=(None,) * 5, causal=(False,) * 5, block_size=7, mask_token_id=4,
+    target_layer_ids=(5, 17, 29, 41, 46), num_target_layers=48, target_hidden_size=3840,
+    embedding_scale=_GEMMA4_12B.embedding_scale, logit_softcap=30.0, sample_from_anchor=True, own_embedding=True, own_head=True,
+    layer_kind="gemma4", keys_as_values=True,
+)  # fmt: skip
+
+# With layers of Gemma 4. No file of the one without a head was seen: DeepSpec trains both in one shape.
+GEMMA4_DRAFTERS: Mapping[str, DFlashConfig] = MappingProxyType(
+    {
+        "dspark_gemma4_12b_block7": dataclasses.replace(_GEMMA4_BLOCK7, head=_DSPARK),
+        "dflash_gemma4_12b_block7": _GEMMA4_BLOCK7,
     }
 )
 

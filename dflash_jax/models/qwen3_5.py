@@ -9,7 +9,7 @@ one position; a row of a picture (`models.qwen3_5_vision`) has one in time, one 
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -110,6 +110,7 @@ class Qwen35Config(DecoderConfig):
     dense_layers: tuple[int, ...] = ()
     tie_embeddings: bool = False
     mrope_section: tuple[int, ...] = ()
+    cut_sizes: ClassVar[tuple[str, ...]] = ("num_heads", "intermediate_size", "linear_key_heads", "linear_value_heads")
 
     # What `models.moe` asks of every configuration, and this family has in one form only.
     routing = "greedy"

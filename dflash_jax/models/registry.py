@@ -182,7 +182,8 @@ def _two_shapes(config: Gemma4Config) -> dict[str, Any]:
 def _block(config: DFlashConfig) -> dict[str, Any]:
     head = "v1" if config.head is None else config.head.kind
     taps = list(config.target_layer_ids) if config.projects else "none, the final norm's output"
-    return {"block_size": config.block_size, "tapped_layers": taps, "draft_head": head}
+    facts = {"block_size": config.block_size, "tapped_layers": taps, "draft_head": head}
+    return facts | ({"layers_of": config.layer_kind} if config.gemma4 else {})
 
 
 FAMILIES = (

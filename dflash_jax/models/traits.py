@@ -60,6 +60,7 @@ class LayerTraits:
       full_heads: key heads of layers without a window and the size of all their heads, where others differ in both; None where
         all are alike.
       normed_out: whether what comes out of a sublayer is normed before it is added to the stream.
+      normed_values: whether values are normed, without a weight, and queries and keys before attention is asked.
       convolved: whether what goes into a sublayer and what comes out of it is convolved along the tokens.
       delta: of the layers that have a gated delta net in attention's place.
       feed_forward: "dense", "moe", or "mixed" where some layers have experts and others a dense one, or all have both.
@@ -87,6 +88,7 @@ class LayerTraits:
     zero_centered: bool = False
     full_heads: tuple[int, int] | None = None
     normed_out: bool = False
+    normed_values: bool = False
     convolved: bool = False
     delta: DeltaTraits | None = None
 
@@ -99,6 +101,12 @@ class LayerTraits:
     def qkv_width(self) -> int:
         """Rows of the projection to queries, keys and values, and gates where there are such."""
         return (self.heads * (1 + self.gated) + 2 * self.kv_heads) * self.head_dim
+
+    @property
+    def wide_heads(self) -> tuple[int, int] | None:
+        """Key heads, and the size of one, of layers without a window whose heads may be wider than a kernel attends to; None where
+        no layers are of such a family."""
+        return self.full_heads or ((self.kv_heads, self.head_dim) if self.normed_values else None)
 
     @property
     def mixers(self) -> tuple[tuple[int, int], ...]:

@@ -82,6 +82,11 @@ def reduced(x: Float[Array, "..."]) -> Float[Array, "..."]:
     return total.astype(x.dtype)
 
 
+def reduced_together(*parts: Float[Array, "..."]) -> tuple[Float[Array, "..."], ...]:
+    """`reduced` of each of several arrays of one shape, for which ranks meet once."""
+    return parts if ranks_here() == 1 else tuple(reduced(jnp.stack(parts)))
+
+
 def largest_of_ranks(x: Float[Array, "..."]) -> Float[Array, "..."]:
     """The largest number at each place among all ranks'."""
     return jax.lax.pmax(x, AXIS) if ranks_here() > 1 else x

@@ -38,20 +38,16 @@ class Ranks:
 
     Attributes:
       mesh: of all of them, along `AXIS`; an abstract one of devices that are not here.
-      deal: whether tokens of latent pages are dealt out, each rank a part of every page; otherwise all have all.
+      dealt: ranks that keep the same keys and have a part each of every page of the target's; 1 where each has whole pages. They
+        are neighbours.
     """
 
     mesh: Mesh | AbstractMesh
-    deal: bool = False
+    dealt: int = 1
 
     @property
     def count(self) -> int:
         return self.mesh.shape[AXIS]
-
-    @property
-    def dealt(self) -> int:
-        """Ranks that have a part each of every latent page."""
-        return self.count if self.deal else 1
 
     @property
     def devices(self) -> tuple[Any, ...]:
@@ -138,8 +134,8 @@ class Ranks:
         return jax.jit(shared)(arrays)
 
 
-def local_ranks(count: int, *, deal: bool = False) -> Ranks | None:
-    """The first `count` devices of this process as ranks; None for one, which shares nothing. `deal`: see `Ranks`.
+def local_ranks(count: int, *, dealt: int = 1) -> Ranks | None:
+    """The first `count` devices of this process as ranks; None for one, which shares nothing. `dealt`: see `Ranks`.
 
     Where several processes have come together (`parallel.hosts.start`), the devices of all of them.
 
@@ -165,22 +161,24 @@ def local_ranks(count: int, *, deal: bool = False) -> Ranks | None:
             f"tp={count} needs devices of one kind, the first {count} are {' and '.join(kinds)}: name alike ones in "
             "CUDA_VISIBLE_DEVICES"
         )
-    return Ranks(Mesh(np.array(devices[:count]), (AXIS,)), deal)
+    return Ranks(Mesh(np.array(devices[:count]), (AXIS,)), dealt)
 
 
 def share_config[C: DecoderConfig](config: C, ranks: int) -> C:
     """A rank's share of a model: of all heads and of dense feed-forwards' width. All else, experts too, is as of the whole."""
     if ranks == 1:
         return config
-    heads = {"num_kv_heads": max(1, config.num_kv_heads // ranks)}
-    named = ("num_heads", "intermediate_size", "linear_key_heads", "linear_value_heads")
-    divided = {name: getattr(config, name) // ranks for name in named if hasattr(config, name)}
+    heads = {name: max(1, getattr(config, name) // ranks) for name in config.key_head_counts}
+    divided = {name: getattr(config, name) // ranks for name in config.cut_sizes}
     return replace(config, **heads, **divided)
 
 
 def pool_config[C: DecoderConfig](config: C, ranks: int) -> C:
     """A model as its page pools over all ranks see it: where it has fewer key heads than there are ranks, several hold the same."""
-    return replace(config, num_kv_heads=max(config.num_kv_heads, ranks)) if ranks > 1 else config
+    if ranks == 1:
+        return config
+    heads = {name: max(getattr(config, name), ranks) for name in config.key_head_counts}
+    return replace(config, **heads)
 
 
 def held_shape(leaf: Any) -> tuple[int, ...]:

@@ -157,6 +157,18 @@ def default_scales(config: DecoderConfig, cache_dtype: CacheFormat = "fp8") -> C
     return CacheScales(ones, ones)
 
 
+def repeated_scales(scales: CacheScales, config: DecoderConfig, held: DecoderConfig) -> CacheScales:
+    """Scales of `config` as pools of `held` take them, in which several devices hold the same key head: each head's as often."""
+
+    def often(side: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
+        shapes = zip(side, config.key_shapes, held.key_shapes, strict=bool(side))
+        return tuple(
+            np.repeat(one, wide // heads, axis=0) if one.ndim else one for one, (heads, _), (wide, _) in shapes
+        )
+
+    return CacheScales(often(scales.k), often(scales.v))
+
+
 def scale_for(largest: Float[np.ndarray, "..."], what: str) -> Float[np.ndarray, "..."]:
     """Scales for numbers up to `largest`: powers of two, so that dividing and multiplying by them is exact.
 

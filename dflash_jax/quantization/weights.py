@@ -29,9 +29,10 @@ from dflash_kernels import (
 )
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.options import WeightDtype
+from dflash_jax.options import AttentionOutput, WeightDtype
 from dflash_jax.parallel.collectives import largest_of_ranks
 from dflash_jax.parallel.ranks import Ranks, held_shape
+from dflash_jax.quantization.attention_output import output_product
 from dflash_jax.quantization.mxfp4 import Mxfp4
 
 # What a weight becomes, and the largest number of that dtype.
@@ -60,6 +61,8 @@ class Quantised:
       dtype: of what is read from it.
       paired: columns of `values` are stored in pairs, as the Hopper kernel of the product reads them best.
       dynamic: rows that it multiplies are rounded to float8 where they are many.
+      outputs: the format that rows it multiplies are put into however many they are, see `quantization.attention_output`.
+      output_scale: the scale of all such rows, where the format has one.
     """
 
     values: Int[Array, "F D"] | Float[Array, "F D"]
@@ -67,6 +70,8 @@ class Quantised:
     dtype: jnp.dtype = field(metadata={"static": True})
     paired: bool = field(default=False, metadata={"static": True})
     dynamic: bool = field(default=False, metadata={"static": True})
+    outputs: AttentionOutput | None = field(default=None, metadata={"static": True})
+    output_scale: Float[Array, ""] | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -107,7 +112,9 @@ def product(x: Float[Array, "... D"], matrix: Quantised, live: Int[Array, ""] | 
     `live`: so many rows from the first on are asked for: the others may be anything.
     """
     rows = x.reshape(-1, x.shape[-1])
-    if rounds(matrix, len(rows)):
+    if matrix.outputs is not None:
+        products = output_product(rows, matrix)
+    elif rounds(matrix, len(rows)):
         products = float8_dense(rounded(rows, matrix), matrix.values, matrix.scales, x.dtype, live=live)
     else:
         products = quantized_linear(rows, matrix.values, matrix.scales, paired=matrix.paired)

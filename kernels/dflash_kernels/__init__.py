@@ -72,6 +72,12 @@ from dflash_kernels.matmul.float8.api import (
 )
 from dflash_kernels.matmul.float8.reference import Float8Rows
 from dflash_kernels.matmul.grouped.api import grouped_linear, grouped_linear_refusal
+from dflash_kernels.matmul.quantized_output.api import (
+    QuantizedOutput,
+    dequantize_output,
+    output_linear,
+    quantize_output,
+)
 from dflash_kernels.matmul.weight_only.api import quantized_linear
 from dflash_kernels.norm.api import embed_norm, reduce_add_norm, stream_norm
 from dflash_kernels.quantize.api import column_scales, quantize_groups, quantize_nvfp4, quantize_tensor, swizzle_scales
@@ -110,6 +116,7 @@ __all__ = [
     "PagedSchedule",
     "QkvAttended",
     "QkvWritten",
+    "QuantizedOutput",
     "RankExchange",
     "add_norm",
     "add_norm_scores",
@@ -133,6 +140,7 @@ __all__ = [
     "dense_parts",
     "dense_refusal",
     "dense_scores",
+    "dequantize_output",
     "embed_norm",
     "filter_logits",
     "filtered_choice",
@@ -172,6 +180,7 @@ __all__ = [
     "mxfp4_mixture",
     "mxfp4_mixture_refusal",
     "mxfp4_tiles",
+    "output_linear",
     "packed_latent_width",
     "paged_attention",
     "paged_schedule",
@@ -180,6 +189,7 @@ __all__ = [
     "qkv_write",
     "quantize_groups",
     "quantize_nvfp4",
+    "quantize_output",
     "quantize_tensor",
     "quantized_linear",
     "ragged_attention",

@@ -174,7 +174,7 @@ def test_missing_config_and_missing_weights(hf):
     ("key", "value", "method"),
     [
         ("quantization_config", {"quant_method": "awq", "bits": 4, "version": "gemm"}, "'awq'"),
-        ("quantization_config", {"quant_method": "fp8", "weight_block_size": [128, 128]}, "'fp8'"),
+        ("quantization_config", {"quant_method": "modelopt", "quant_algo": "NVFP4"}, "'modelopt'"),
         ("quantization", {"group_size": 64, "bits": 4}, "'group_size': 64"),  # as MLX writes it
     ],
 )

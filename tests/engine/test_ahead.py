@@ -1,6 +1,7 @@
 """Cycles that are started before the results of the ones before are looked at: the same tokens, and no page is lost."""
 
 import itertools
+import threading
 import time
 
 import pytest
@@ -232,3 +233,66 @@ def test_calls_that_keep_the_host_busy_are_not_started_ahead(pair, monkeypatch, 
         assert not queued.seconds(call, waited=0.5, watch=False)  # the same moment: no second more
         assert queued.returns_early == went[-1]
     assert went == [False, True]
+
+
+def test_the_latest_next_call(pair, monkeypatch):
+    """At 0.7 of a call's guessed time, or with room for two calls of the host; unknown behind a prompt, or with a call queued."""
+    queued, now = scheduler.InFlight(pair.engine), [0.0]
+    monkeypatch.setattr(pair.engine.programs, "compile_s", 0.0)
+    monkeypatch.setattr(scheduler.time, "perf_counter", lambda: now[0])
+    assert queued.latest == 0
+    call = finished_call(pair, started=10.0, compiled=0.0, returned=10.1)
+    queued.items.append(call)
+    now[0] = 14.0
+    queued.seconds(queued.items.popleft(), 3.0)
+    queued.add(finished_call(pair, started=12.0, compiled=0.0, returned=12.1))
+    assert queued.latest == pytest.approx(14 + 0.7 * 4)
+    queued.items.append(call)
+    assert queued.latest == 0
+    queued.items.clear()
+    queued.seconds(finished_call(pair, started=14.0, compiled=0.0, returned=15.9), 3.0)
+    queued.add(finished_call(pair, started=20.0, compiled=0.0, returned=20.1))
+    assert queued.latest < 20 + 4 - 2 * 1.9 + 1e-6
+    queued.items[0] = scheduler.PrefillResult([], call.emitted, logprobs=False)
+    assert queued.latest == 0
+
+
+def test_who_follows_a_request_that_ended_is_in_the_next_call(eager, make_prompts, monkeypatch):
+    """With `late_dispatch` the next call is made once the follower is there."""
+    prompts, lengths = make_prompts([5, 9, 7]), (9, 21, 21)
+    whole = [expected(eager, [prompt])[0][0][:length] for prompt, length in zip(prompts, lengths, strict=True)]
+    monkeypatch.setattr(eager.engine, "late_dispatch", True)
+    monkeypatch.setattr(scheduler.InFlight, "latest", property(lambda self: deadline if self.items else 0.0))
+    requests = [
+        Request(i, tuple(prompt), SamplingParams(max_tokens=length))
+        for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))
+    ]
+    deadline, tokens, seen = 0.0, {0: [], 1: [], 2: []}, []
+    timer = threading.Timer(0.1, lambda: submit(2))
+
+    def sink(ticket, update):
+        nonlocal deadline
+        index = tickets[ticket]
+        tokens[index] += update.tokens
+        inflight(eager).online = True
+        if index == 2:
+            deadline = 0.0
+        if index == 0 and update.finish_reason:
+            deadline = began + 60
+            seen.append(watched(eager, monkeypatch))
+            timer.start()
+
+    def submit(index):
+        (ticket,) = engine.tickets(1)
+        tickets[ticket] = index
+        engine.submit_all({ticket: requests[index]}, sink, draft=True, cycles=2, slots=2)
+
+    engine, tickets, began = eager.engine.scheduler, {}, time.perf_counter()
+    for index in (0, 1):
+        submit(index)
+    while engine.step():
+        pass
+    assert seen[0][0] == "prompt"
+    assert time.perf_counter() < began + 60
+    assert list(tokens.values()) == whole
+    eager.assert_free()

@@ -1,4 +1,5 @@
-"""The DFlash drafter against transformers' MuseGlimmerAssistant, module by module in float32 (see make_golden.py)."""
+"""The DFlash drafter against transformers' MuseGlimmerAssistant, and with layers of Gemma 4 against DeepSpec's model, module by
+module in float32 (see make_golden.py)."""
 
 import dataclasses
 from typing import Any
@@ -38,7 +39,17 @@ def observed(config: DFlashConfig, params: dict[str, Any], inputs: dict[str, Any
         "block_embeddings": x,
         "hidden": hidden,
     }
-    return ours | queries | {"logits": model.logits(hidden, inputs.get("head", unused))}
+    ours |= queries | {"logits": model.logits(hidden, inputs.get("head", unused))}
+    if model.head is not None:
+        features = jnp.zeros_like(inputs["features"][:, 0])
+        block = model.judged(hidden, config.num_drafts, inputs["pending"], unused, unused, features)
+        path, law = model.head.propose(block, greedy)
+        ours |= {"proposals": path, "proposal_logits": law.logits}
+    return ours
+
+
+def greedy(first: int, scores: Any, tokens: Any) -> tuple[Any, Any]:
+    return jnp.argmax(scores, axis=-1).astype(jnp.int32), scores
 
 
 def test_cases_are_there() -> None:

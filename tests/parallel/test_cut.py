@@ -7,7 +7,7 @@ import pytest
 import dflash_jax as dj
 from dflash_jax.engine.sharing import sharing_refusals
 from dflash_jax.errors import ParameterError
-from dflash_jax.models.presets import DEEPSEEK_TARGETS, DRAFTERS, GPT_OSS_TARGETS, HYBRID_TARGETS, MOE_TARGETS, TARGETS
+from dflash_jax.models.presets import DEEPSEEK_TARGETS, DRAFTERS, HYBRID_TARGETS, MOE_TARGETS, TARGETS
 from dflash_jax.parallel import ranks as module
 from dflash_jax.parallel.cut import by_columns, by_rows
 
@@ -55,13 +55,6 @@ def test_what_can_be_shared():
     assert not sharing_refusals(HYBRID_TARGETS["Qwen3.5-4B"], None, 8)
     (reason,) = sharing_refusals(HYBRID_TARGETS["Qwen3.5-35B-A3B"], None, 2)
     assert reason == "the target: 257 experts are no multiple of 2"
-    (reason,) = sharing_refusals(GPT_OSS_TARGETS["gpt-oss-20b"], None, 2)
-    assert "biases" in reason
-
-
-def test_pages_in_eight_bits_are_refused(folder):
-    with pytest.raises(ParameterError, match="cache_dtype is not there for several devices yet: leave it out"):
-        dj.load(folder, tp=2, cache_dtype="fp8")
 
 
 def test_missing_devices(monkeypatch):

@@ -55,7 +55,7 @@ def single() -> Pair:
 @pytest.mark.few("2")
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_texts(single, ranks):
-    shared = local_ranks(ranks, deal=True)
+    shared = local_ranks(ranks, dealt=ranks)
     assert shared is not None
     weights = {"target": random_params(TARGET, 0), "draft": random_params(DRAFT, 1, 1.0)}
     some_are_likely(weights)
@@ -83,13 +83,16 @@ def test_refusals():
     target, draft = DEEPSEEK_TARGETS["DeepSeek-V2-Lite"], None
     check_sharing(target, draft, LoadOptions(tp=4, decode_context_parallel_size=4))
     for options, reason in (
-        (LoadOptions(tp=4, decode_context_parallel_size=2), "must be 1 or tp=4, got 2"),
-        (LoadOptions(decode_context_parallel_size=2), "must be 1 or tp=1, got 2"),
+        (
+            LoadOptions(tp=4, decode_context_parallel_size=2),
+            "must be 1 or 4, the devices of tp=4 that keep the same keys",
+        ),
+        (LoadOptions(decode_context_parallel_size=2), "each of tp=1 has some of deepseek's"),
     ):
         with pytest.raises(ParameterError, match=reason):
             check_sharing(target, draft, options)
     dealt = LoadOptions(tp=2, decode_context_parallel_size=2, page_size=8)
-    with pytest.raises(ParameterError, match="pages of latents, which qwen3 has not: leave it out"):
+    with pytest.raises(ParameterError, match="each of tp=2 has some of qwen3's 8 key heads for itself: leave it out"):
         check_sharing(TARGETS["Qwen3-8B"], draft, dealt)
     with pytest.raises(
         ParameterError, match="page_size=8 verifies up to 9 tokens of a sequence, the drafter's blocks have 16"

@@ -19,7 +19,15 @@ from dflash_jax.engine import STOP_WIDTH, Engine
 from dflash_jax.engine.warmup import Jobs
 from dflash_jax.execution import switches
 from dflash_jax.models import family_named
-from dflash_jax.models.presets import DEEPSEEK_TARGETS, DRAFTERS, MOE_TARGETS, TARGETS
+from dflash_jax.models.presets import (
+    DEEPSEEK_TARGETS,
+    DRAFTERS,
+    GEMMA3_TARGETS,
+    GEMMA4_TARGETS,
+    GPT_OSS_TARGETS,
+    MOE_TARGETS,
+    TARGETS,
+)
 from dflash_jax.parallel.ranks import AXIS, Ranks
 
 KIND, BFLOAT16 = "NVIDIA H100", jnp.dtype(jnp.bfloat16)
@@ -27,28 +35,44 @@ KIND, BFLOAT16 = "NVIDIA H100", jnp.dtype(jnp.bfloat16)
 MEETINGS = ("all_reduce", "all_gather", "all_to_all")
 
 
-def cut_short(target: Any, draft: Any) -> tuple[Any, Any]:
+def cut_short(target: Any, draft: Any, windows: tuple[int | None, ...] = (None,) * 2) -> tuple[Any, Any]:
     """A published target and its drafter with two layers and one."""
-    target = replace(target, num_layers=2, windows=(None,) * 2)
+    target = replace(target, num_layers=2, windows=windows)
     taps: dict[str, Any] = {"target_layer_ids": (0, 1), "num_target_layers": 2}
     return target, replace(draft, num_layers=1, windows=(None,), causal=(False,), **taps)
 
 
 LATENT_DRAFT = replace(DRAFTERS["Qwen3-8B-DFlash-b16"], hidden_size=2048, target_hidden_size=2048, vocab_size=102400)
 
+
+def drafter_for(target: Any) -> Any:
+    """A published drafter in another target's sizes."""
+    sizes = {
+        "hidden_size": target.hidden_size,
+        "target_hidden_size": target.hidden_size,
+        "vocab_size": target.vocab_size,
+    }
+    return replace(DRAFTERS["Qwen3-8B-DFlash-b16"], **sizes)
+
+
+GEMMA3, GEMMA4 = GEMMA3_TARGETS["gemma-3-27b"], GEMMA4_TARGETS["gemma-4-26B-A4B"]
 # Family, target and drafter.
 MODELS: dict[str, tuple[str, Any, Any]] = {
     "dense": ("qwen3", *cut_short(TARGETS["Qwen3-8B"], DRAFTERS["Qwen3-8B-DFlash-b16"])),
     "experts": ("qwen3_moe", *cut_short(MOE_TARGETS["Qwen3-30B-A3B"], DRAFTERS["Qwen3-Coder-30B-A3B-DFlash"])),
+    "dealt": ("qwen3_moe", *cut_short(MOE_TARGETS["Qwen3-30B-A3B"], DRAFTERS["Qwen3-Coder-30B-A3B-DFlash"])),
     "latents": ("deepseek", *cut_short(DEEPSEEK_TARGETS["DeepSeek-V2-Lite"], LATENT_DRAFT)),
+    "gpt_oss": ("gpt_oss", *cut_short(GPT_OSS_TARGETS["gpt-oss-20b"], DRAFTERS["gpt-oss-20b-DFlash"], (128, None))),
+    "gemma3": ("gemma3", *cut_short(GEMMA3, drafter_for(GEMMA3), (1024, None))),
+    "gemma4": ("gemma4", *cut_short(GEMMA4, drafter_for(GEMMA4), (1024, None))),
 }  # fmt: skip
 
 
-def engine_of(name: str, ranks: Ranks, slots: int) -> Engine:
+def engine_of(name: str, ranks: Ranks, slots: int, **more: Any) -> Engine:
     family, target, draft = MODELS[name]
     models = [(target, family_named(family)), (draft, family_named("dflash"))]
     weights = spread(models, weight_shapes(models, BFLOAT16, rows=16 * slots, ranks=ranks), ranks)
-    options: dict[str, Any] = {"max_model_len": 512, "max_batch": slots, "page_size": 64 * ranks.dealt}
+    options: dict[str, Any] = {"max_model_len": 512, "max_batch": slots, "page_size": 64 * ranks.dealt, **more}
     return Engine(target, draft, weights, BFLOAT16, programs=Programs(ranks=ranks), **options)
 
 
@@ -61,20 +85,25 @@ def lowered(ranks: Ranks, function: Callable, static: tuple, donate: tuple[int, 
     )
 
 
-@pytest.mark.few("dense-1-2")
+@pytest.mark.few("dense-1-2-None", "gpt_oss-1-2-None")
 @pytest.mark.parametrize(
-    ("name", "slots", "count"),
-    [("dense", 1, 2), ("dense", 8, 8), ("experts", 1, 2), ("experts", 8, 4), ("latents", 1, 2), ("latents", 8, 8)],
-)
-def test_programs_lower(name, slots, count, monkeypatch):
+    ("name", "slots", "count", "kept"),
+    [
+        ("dealt", 8, 8, None),
+        ("dense", 1, 2, None), ("dense", 8, 8, None), ("experts", 1, 2, None), ("experts", 8, 4, None), ("latents", 1, 2, None),
+        ("latents", 8, 8, None), ("dense", 1, 2, "fp8"), ("dense", 8, 8, "int8"), ("gpt_oss", 1, 2, None),
+        ("gpt_oss", 8, 8, None), ("gemma3", 1, 2, None), ("gemma3", 8, 8, None), ("gemma4", 1, 2, None), ("gemma4", 8, 8, None),
+    ],
+)  # fmt: skip
+def test_programs_lower(name, slots, count, kept, monkeypatch):
     monkeypatch.setattr(switches, "RANK_EXCHANGE", False)
     device = jax.sharding.AbstractDevice(device_kind=KIND, num_cores=None, platform="gpu")
     mesh = jax.sharding.AbstractMesh((count,), (AXIS,), (jax.sharding.AxisType.Auto,), abstract_device=device)
-    dealt = name == "latents"
-    ranks = Ranks(mesh, deal=dealt)
+    dealt = count if name == "latents" else 2 if name == "dealt" else 1
+    ranks = Ranks(mesh, dealt)
     name_values_once()
     with jax.sharding.use_abstract_mesh(ranks.mesh):
-        engine = engine_of(name, ranks, slots)
+        engine = engine_of(name, ranks, slots, cache_dtype=kept)
         jobs = Jobs(engine, engine.setup(mode="greedy", draft=True), STOP_WIDTH)
         jobs.prepare = partial(lowered, ranks)
         cycles, prompts = jobs.loop(slots, 8)(), jobs.prefill(8, 2, 32, slots)()
@@ -83,8 +112,10 @@ def test_programs_lower(name, slots, count, monkeypatch):
     for text in (cycles, prompts):
         assert "mosaic_gpu" in "".join(re.findall(r"custom_call @(\w+)", text))
     meetings = sum(len(re.findall(rf"stablehlo.{name}\W", cycles)) for name in MEETINGS)
-    # Two for each of three layers, two choices among ranks; two more for latents that are dealt out in each of the target's layers.
-    assert meetings == 2 * 3 + 2 + (2 * 2 if dealt else 0)
+    # Two for each of three layers; two choices among ranks, where a head is cut; two more in each of the target's layers where
+    # pages are dealt out.
+    choices = 0 if getattr(engine.target, "tie_embeddings", False) else 2
+    assert meetings == 2 * 3 + choices + (2 * 2 if dealt > 1 else 0)
 
 
 @pytest.mark.few("dense-1-*")

@@ -136,6 +136,21 @@ def word_address(area, word):
     return offset(address(area), mul(word, 4))
 
 
+def shared_word(base, word):
+    """Word number `word` from an address in shared memory on."""
+    return load(add(base, mul(word, 4)), op="ld.shared")[0]
+
+
+def store_shared(base, word, value) -> None:
+    """Writes word number `word` from an address in shared memory on."""
+    inline("st.shared.b32 [$0], $1;", add(base, mul(word, 4)), value)
+
+
+def global_word(area, word):
+    """Word number `word` of an area of global memory."""
+    return load(word_address(area, word), op="ld.global")[0]
+
+
 def constant(value, like):
     return utils.c(value, like.type) if isinstance(value, int) else value
 

@@ -122,7 +122,7 @@ def swizzle_scales(scales: Shaped[Array, "M G"]) -> Shaped[Array, "m g 32 4 4"]:
     return padded.reshape(-1, 4, 32, padded.shape[1] // 4, 4).transpose(0, 3, 2, 1, 4)
 
 
-def column_scales(scales: Float[Array, "M G"]) -> Float[Array, "G m"]:
+def column_scales(scales: Shaped[Array, "M G"]) -> Shaped[Array, "G m"]:
     """Scales of `quantize_groups` in column order: those of one group of all rows side by side, which a product of blocks copies at
     once.
 

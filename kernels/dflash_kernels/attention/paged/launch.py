@@ -165,12 +165,14 @@ def takes_items(rows: int, head_dim: int, has_sinks: bool) -> bool:
 
 def plan_narrow(
     tuning: Tuning, *, b: int, tokens: int, group: int, head_dim: int, page_size: int, kv_heads: int, table_width: int,
-    has_sinks: bool, **mask: Any,
+    has_sinks: bool, items: int = 0, **mask: Any,
 ) -> Launch:  # fmt: skip
-    """Cuts a call over 8-bit pages into CTAs of one warpgroup, two to a multiprocessor."""
+    """Cuts a call over 8-bit pages into CTAs of one warpgroup, two to a multiprocessor; `items` as for `plan`."""
     # Sixteen columns are the narrowest tile of weights; wider heads leave registers for half the rows.
     rows = min(-(-tokens * group // 16) * 16, ROWS if head_dim <= 128 else ROWS // 2)
     row_blocks = -(-tokens * group // rows)
+    if row_blocks > 1 or has_sinks:
+        items = 0
     splits = tuning.splits
     if splits is None:
         splits = best_splits(
@@ -184,5 +186,5 @@ def plan_narrow(
     return Launch(
         tokens=tokens, group=group, head_dim=head_dim, page_size=page_size, table_width=table_width, kv_heads=kv_heads,
         warpgroups=1, rows=rows, row_blocks=row_blocks, keys=64, stages=stages, splits=splits, min_tiles=tuning.min_tiles,
-        direct=splits == 1 and not has_sinks, evict_first=True, **mask,
+        direct=not items and splits == 1 and not has_sinks, items=items, evict_first=True, **mask,
     )  # fmt: skip

@@ -51,7 +51,7 @@ def tuned(
     `tuning` None: from the table.
     """
     _refuse_call(q, k_pages, v_pages, soft_cap, scale)
-    exact, sizes = tuning_key(q, k_pages, page_table, causal, dealt=schedule is not None and k_scale is None)
+    exact, sizes = tuning_key(q, k_pages, page_table, causal, dealt=schedule is not None)
     tuning = tuning or choose("attention/paged", Tuning, exact=exact, sizes=sizes, farthest=FARTHEST)
     return _attend(
         q, k_pages, v_pages, page_table, seq_lens, q_lens, sinks, alibi_slopes, k_scale, v_scale, schedule, causal=causal,
@@ -89,7 +89,7 @@ def _attend(
     kv_heads, page_size = k_pages.shape[1:3]
     group = n // kv_heads
     rows = tokens * group
-    dealt = {"items": schedule.items.shape[0]} if schedule is not None and k_scale is None else {}
+    dealt = {} if schedule is None else {"items": schedule.items.shape[0]}
     launch = (plan if k_scale is None else plan_narrow)(
         tuning, b=b, tokens=tokens, group=group, head_dim=head_dim, page_size=page_size, kv_heads=kv_heads,
         table_width=page_table.shape[1], has_sinks=sinks is not None, **dealt, **mask,
@@ -105,9 +105,14 @@ def _attend(
         slopes = jnp.pad(slopes, ((0, 0), (0, launch.row_blocks * launch.block_rows - rows)))
     grouped = q.reshape(b, tokens, kv_heads, group, head_dim)
     if launch.items and schedule is not None:
-        out, lse = sm90.attention_by_items(
-            launch, schedule, grouped, k_pages, v_pages, slopes, *integers, interpret=interpret
-        )
+        if k_scale is None or v_scale is None:
+            out, lse = sm90.attention_by_items(
+                launch, schedule, grouped, k_pages, v_pages, slopes, *integers, interpret=interpret
+            )
+        else:
+            out, lse = sm90_8bit.attention_by_items(
+                launch, schedule, grouped, k_pages, v_pages, k_scale, v_scale, slopes, *integers, interpret=interpret
+            )
         return out.reshape(q.shape), combine.combined_lse(lse, q_lens, None, tokens, group)
     whole = launch.direct or launch.together
     merge = tuning.merge or ("kernel" if launch.splits >= KERNEL_COMBINES else "xla")

@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dflash_kernels.attention.paged.launch import ROWS, SWAPPED, Launch
-from dflash_kernels.attention.paged.schedule import PagedSchedule
+from dflash_kernels.attention.paged.schedule import PagedSchedule, combine_items, lse_of_items
 from dflash_kernels.mosaic_gpu import epilogue, paged_kv, softmax
 from dflash_kernels.mosaic_gpu.combine import combine_cluster, combine_halves, combine_last, exchange_halves
 from dflash_kernels.mosaic_gpu.layouts import swizzled
@@ -120,8 +120,12 @@ def attention_by_items(
         grid=(launch.items, launch.kv_heads), grid_names=("item", "heads"),
         num_threads=1, thread_name="wg", compiler_params=_PARAMS, interpret=interpret,
     )(*given.values(), *counters)  # fmt: skip
-    whole = _whole_lse(schedule.items, lse, b)
-    return out if interpret is None else _combined(schedule.items, parts, lse, whole, q), whole[:, :, None]
+    whole = lse_of_items(schedule.items, lse, b)
+    if interpret is not None:
+        out = combine_items(
+            schedule.items, parts.reshape(-1, launch.kv_heads, *q.shape[1::2], launch.head_dim), lse, whole, q.dtype
+        )
+    return out, whole[:, :, None]
 
 
 def _given(**arrays: jax.Array | None) -> dict[str, jax.Array]:
@@ -332,25 +336,3 @@ def _write(cta: Cta, out: Any, lse: Any) -> None:
         epilogue.write_through(launch, cta.refs, work, o_sm, out)
     else:
         epilogue.write_split(launch, cta.refs, work, out)
-
-
-# Splits of a schedule, combined
-
-
-def _own(items: jax.Array, b: int) -> jax.Array:
-    """`[B, I, 1, 1]`, whether a split is a sequence's."""
-    return ((items[:, 0] == jnp.arange(b)[:, None]) & (items[:, 2] > 0))[..., None, None]
-
-
-def _whole_lse(items: jax.Array, lse: jax.Array, b: int) -> jax.Array:
-    """`[B, K, 64]` of splits' `[I, K, 64]`."""
-    return jax.nn.logsumexp(jnp.where(_own(items, b), lse, -jnp.inf), axis=1)
-
-
-def _combined(items: jax.Array, parts: jax.Array, lse: jax.Array, whole: jax.Array, q: jax.Array) -> jax.Array:
-    """What `combine_last` does, for the interpreter."""
-    offset = softmax.finite(whole)[:, None]
-    weights = jnp.where(_own(items, q.shape[0]), jnp.exp(lse - offset), 0.0)[..., : parts.shape[2], None]
-    out = jnp.where(weights > 0, weights * parts, 0.0).sum(axis=1)
-    b, tokens, kv_heads, group, head_dim = q.shape
-    return jnp.moveaxis(out.reshape(b, kv_heads, tokens, group, head_dim), 1, 2).astype(q.dtype)

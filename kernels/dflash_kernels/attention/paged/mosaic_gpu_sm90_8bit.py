@@ -33,10 +33,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dflash_kernels.attention.paged.launch import Launch
+from dflash_kernels.attention.paged.schedule import PagedSchedule, combine_items, lse_of_items
 from dflash_kernels.mosaic_gpu import queries, softmax, transposed
 from dflash_kernels.mosaic_gpu.layouts import swizzled
 from dflash_kernels.mosaic_gpu.mask import alibi_bias, places, spread
-from dflash_kernels.mosaic_gpu.paged_kv import PagedKV, Work, paged_kv
+from dflash_kernels.mosaic_gpu.paged_kv import PagedKV, Place, Work, paged_kv
 from dflash_kernels.mosaic_gpu.pipeline import by_one_warp
 from dflash_kernels.mosaic_gpu.softmax import LOG2E
 from dflash_kernels.mosaic_gpu.thread_op import COLUMN, MATRIX, ROW, kernel
@@ -47,6 +48,9 @@ RAISED_TO = 2**5
 LIMIT = 2**15
 # An offset that every score exceeds by more. Not -inf: less itself that is NaN.
 _NOTHING_SEEN = -1e30
+# All threads meet where weights are published, and nowhere else in a step: what they read of a tile before that may be overwritten
+# after it.
+_PARAMS = plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True)
 _WEIGHTS = 3  # tiles of weights, so that one barrier a tile is enough: the slowest warp may still multiply with the last but one
 
 
@@ -97,28 +101,79 @@ def attention(
     else:
         out = (b, launch.kv_heads, launch.splits, launch.tokens, launch.group, launch.head_dim)
         out = jax.ShapeDtypeStruct(out, jnp.float32)
-    arrays = {"q": q, "k": k_pages, "v": v_pages, "k_scale": k_scale, "v_scale": v_scale, "slopes": slopes}
-    arrays |= {"table": table, "seq_lens": seq_lens, "q_lens": q_lens}
-    given = {name: array for name, array in arrays.items() if array is not None}
+    given = _given(
+        q=q, k=k_pages, v=v_pages, k_scale=k_scale, v_scale=v_scale, slopes=slopes, table=table, seq_lens=seq_lens,
+        q_lens=q_lens,
+    )  # fmt: skip
 
     def body(*refs, **buffers):
-        named, stored = dict(zip([*given, "o", "lse"], refs, strict=True)), k_pages.dtype
-        streams = ("k", "v", "k_scale") if stored == jnp.int8 else ("k", "v")
-        buffers |= {f"{stream}_in": buffers["tile_in"] for stream in streams}
-        _attend(Cta(launch, named, buffers, paged_kv(launch, named, buffers, one_warp=True), streams, stored))
+        named = dict(zip([*given, "o", "lse"], refs, strict=True))
+        kv = paged_kv(launch, named, buffers | _arrivals(k_pages.dtype, buffers), one_warp=True)
+        sequence, head, split = kv.work.place.sequence, kv.work.head, kv.work.place.split
+        out = named["o"].at[sequence].at[:, head] if launch.direct else named["o"].at[sequence].at[head, split]
+        _attend(Cta(launch, named, buffers, kv, k_pages.dtype, out, named["lse"].at[sequence, head, split]))
 
     out, lse = kernel(
         body,
         out_type=(out, jax.ShapeDtypeStruct((b, launch.kv_heads, launch.splits, rows), jnp.float32)),
         scratch_types=scratch(launch, k_pages.dtype),
         grid=(b, launch.splits, launch.row_blocks * launch.kv_heads), grid_names=("b", "split", "heads"),
-        num_threads=1, thread_name="wg",
-        # All threads meet where weights are published, and nowhere else in a step: what they read of a tile before that may be
-        # overwritten after it.
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True),
-        interpret=interpret,
+        num_threads=1, thread_name="wg", compiler_params=_PARAMS, interpret=interpret,
     )(*given.values())  # fmt: skip
     return (out if launch.direct else out.reshape(b, launch.kv_heads, launch.splits, -1, launch.head_dim)), lse
+
+
+def attention_by_items(
+    launch: Launch, schedule: PagedSchedule, q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, k_scale: jax.Array,
+    v_scale: jax.Array, slopes: jax.Array | None, table: jax.Array, seq_lens: jax.Array, q_lens: jax.Array,
+    interpret: Any = None,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+    """Runs the kernel with the work items of a schedule, a CTA for each; XLA combines the splits. Arguments as for `attention`.
+
+    Returns:
+      Output `[B, T, K, G, H]` and natural lse `[B, K, 1, rows]` float32 of all splits together.
+    """
+    given = _given(
+        q=q, k=k_pages, v=v_pages, k_scale=k_scale, v_scale=v_scale, slopes=slopes, items=schedule.items, table=table,
+        seq_lens=seq_lens, q_lens=q_lens,
+    )  # fmt: skip
+
+    def body(*refs, **buffers):
+        named = dict(zip([*given, "o", "lse"], refs, strict=True))
+        item, items = lax.axis_index("item"), named["items"]
+        place = Place(items[item, 0], items[item, 1], jnp.maximum(items[item, 2], 1))
+        kv = paged_kv(launch, named, buffers | _arrivals(k_pages.dtype, buffers), place=place, one_warp=True)
+        out, lse = named["o"].at[item].at[kv.work.head], named["lse"].at[item, kv.work.head]
+        pl.when(items[item, 2] > 0)(
+            functools.partial(_attend, Cta(launch, named, buffers, kv, k_pages.dtype, out, lse))
+        )
+
+    parts = (launch.items, launch.kv_heads, launch.tokens, launch.group, launch.head_dim)
+    parts, lse = kernel(
+        body,
+        out_type=(
+            jax.ShapeDtypeStruct(parts, jnp.float32),
+            jax.ShapeDtypeStruct((launch.items, launch.kv_heads, launch.rows), jnp.float32),
+        ),
+        scratch_types=scratch(launch, k_pages.dtype),
+        grid=(launch.items, launch.kv_heads), grid_names=("item", "heads"),
+        num_threads=1, thread_name="wg", compiler_params=_PARAMS, interpret=interpret,
+    )(*given.values())  # fmt: skip
+    whole = lse_of_items(schedule.items, lse, q.shape[0])
+    return combine_items(schedule.items, parts, lse, whole, q.dtype), whole[:, :, None]
+
+
+def _given(**arrays: jax.Array | None) -> dict[str, jax.Array]:
+    return {name: array for name, array in arrays.items() if array is not None}
+
+
+def _streams(stored: Any) -> tuple[str, ...]:
+    """Keys, values and scales of int8 keys."""
+    return ("k", "v", "k_scale") if stored == jnp.int8 else ("k", "v")
+
+
+def _arrivals(stored: Any, buffers: dict[str, Any]) -> dict[str, Any]:
+    return {f"{stream}_in": buffers["tile_in"] for stream in _streams(stored)}
 
 
 @dataclass(frozen=True)
@@ -127,16 +182,18 @@ class Cta:
 
     Attributes:
       refs, buffers: arrays in global memory, and shared memory and barriers, by name.
-      kv: producer of the `streams`: keys, values and scales of int8 keys.
+      kv: producer of keys, values and scales of int8 keys.
       stored: dtype of the pages.
+      out: `[T, G, H]`, and lse: `[rows]`, where the split's belong.
     """
 
     launch: Launch
     refs: dict[str, Any]
     buffers: dict[str, Any]
     kv: PagedKV
-    streams: tuple[str, ...]
     stored: Any
+    out: Any
+    lse: Any
 
     @property
     def work(self) -> Work:
@@ -155,7 +212,7 @@ def _attend(cta: Cta) -> None:
 
     @pl.when(work.begin < work.end)
     def _():
-        by_one_warp(lambda: kv.fill_ring(cta.streams, pages), work.begin < work.end)
+        by_one_warp(lambda: kv.fill_ring(_streams(cta.stored), pages), work.begin < work.end)
         common = queries.put_scaled(
             source, cta.buffers["q_sm"], cta.buffers["q_factor_sm"], cta.buffers["columns_sm"], work.first_row,
             jnp.minimum(work.q_len, launch.tokens) * launch.group, asked,
@@ -237,7 +294,7 @@ def _step(cta: Cta, scale_log2: Any, tile: Any, carry: Any, *, masked: bool) -> 
     sums = transposed.sum_weights(weights)
 
     def refill():
-        for stream in cta.streams:
+        for stream in _streams(cta.stored):
             kv.fill(stream, following, coming)
 
     by_one_warp(refill, following < cta.work.end)
@@ -317,14 +374,9 @@ def _epilogue(cta: Cta, acc: Any, offset: Any, row_sum: Any) -> None:
 
 
 def _write_lse(cta: Cta, lse: Any) -> None:
-    work = cta.work
-    cta.refs["lse"].at[work.place.sequence, work.head, work.place.split, pl.ds(work.first_row, cta.launch.rows)][
-        ...
-    ] = lse
+    cta.lse.at[pl.ds(cta.work.first_row, cta.launch.rows)][...] = lse
 
 
 def _write(cta: Cta, out: Any) -> None:
-    work, target = cta.work, cta.refs["o"].at[cta.work.place.sequence]
-    target = target.at[:, work.head] if cta.launch.direct else target.at[work.head, work.place.split]
-    factors = cta.refs["v_scale"].at[work.head] if cta.stored == jnp.int8 else None
-    transposed.store(out, target, work.first_row, factors, rows=cta.launch.tokens * cta.launch.group)
+    factors = cta.refs["v_scale"].at[cta.work.head] if cta.stored == jnp.int8 else None
+    transposed.store(out, cta.out, cta.work.first_row, factors, rows=cta.launch.tokens * cta.launch.group)

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from dflash_kernels.core.device import HOPPER, MULTIPROCESSORS, target
 
@@ -42,14 +42,15 @@ def schedule_helps(sequences: int, *, heads: int, kv_heads: int, tokens: int, lo
 
 
 def paged_schedule(
-    seq_lens: Int[Array, "B"], *, heads: int, kv_heads: int, tokens: int, ctas: int = SLOTS
+    seq_lens: Int[Array, "B"], *, heads: int, kv_heads: int, tokens: int, narrow: bool = False, ctas: int = SLOTS
 ) -> PagedSchedule:
-    """Splits of about equal length, `ctas` of them or so, for `paged_attention` with `tokens` queries of each sequence.
+    """Splits of about equal length, `ctas` of them or so, for `paged_attention` with `tokens` queries of each sequence; twice as
+    many over pages of eight bits (`narrow`), whose CTAs share a multiprocessor.
 
     Sequences of several splits come first, so that short ones fill the gaps they leave. Make one wherever lengths change, at the
     same level of tracing as the calls that share it: its counters are a Ref.
     """
-    b, slots = seq_lens.shape[0], max(ctas // kv_heads, 1)
+    b, slots = seq_lens.shape[0], max(ctas * (2 if narrow else 1) // kv_heads, 1)
     most = MOST_OF_FEW_ROWS if tokens * heads // kv_heads <= FEW_ROWS else MOST
     tiles = (seq_lens.astype(jnp.int32) + (TILE - 1)) // TILE
     share = jnp.maximum((tiles.sum() + (slots - 1)) // slots, LEAST)
@@ -63,3 +64,40 @@ def paged_schedule(
     columns = (jnp.arange(b, dtype=jnp.int32), item - start, parts)
     items = jnp.stack([jnp.where(own, column, 0).sum(1) for column in columns], axis=1).astype(jnp.int32)
     return PagedSchedule(items, jax.new_ref(jnp.zeros((b * kv_heads,), jnp.int32)))
+
+
+def lse_of_items(items: Int[Array, "I 3"], lse: Float[Array, "I K rows"], sequences: int) -> Float[Array, "B K rows"]:
+    """Log-sum-exp of each sequence's splits together; `items` of a schedule, `lse` of each of its splits."""
+    own = _owners(items, sequences)[..., None, None]
+    return jax.nn.logsumexp(jnp.where(own, lse, -jnp.inf), axis=1)
+
+
+def combine_items(
+    items: Int[Array, "I 3"], parts: Float[Array, "I K T G H"], lse: Float[Array, "I K rows"],
+    whole: Float[Array, "B K rows"], dtype: Any,
+) -> Float[Array, "B T K G H"]:  # fmt: skip
+    """Splits of a schedule, put together by XLA.
+
+    Args:
+      items: of the schedule.
+      parts: each split's output, normalized; of rows that see nothing in it, and of items without work, anything.
+      lse: of each split's rows, `t * G + g` the first `T * G` of them; anything for items without work.
+      whole: `lse_of_items`. Where it is NaN, so is the output.
+      dtype: of the output.
+    """
+    _, _, tokens, group, _ = parts.shape
+    own = _owners(items, whole.shape[0])
+    offset = jnp.where(jnp.isfinite(whole), whole, 0.0)[items[:, 0]]
+    weights, whole = (
+        x[..., : tokens * group].reshape(*x.shape[:2], tokens, group, 1) for x in (jnp.exp(lse - offset), whole)
+    )
+    # Not a product alone: what was not written may be NaN, in the items of all sequences.
+    used = (weights > 0) & own.any(axis=0)[:, None, None, None, None]
+    weighted = jnp.where(used, weights * parts, 0.0)
+    out = jnp.einsum("bi,iktgh->bktgh", own.astype(jnp.float32), weighted, precision=jax.lax.Precision.HIGHEST)
+    return jnp.moveaxis(jnp.where(jnp.isnan(whole), jnp.nan, out), 1, 2).astype(dtype)
+
+
+def _owners(items: Int[Array, "I 3"], sequences: int) -> Any:
+    """`[B, I]`, whether a split is a sequence's."""
+    return (items[:, 0] == jnp.arange(sequences)[:, None]) & (items[:, 2] > 0)

@@ -72,10 +72,10 @@ def _chosen(logits: Array, taken: int, choice: Choice, sizes: tuple[int, ...], c
 
 @functools.partial(jax.jit, static_argnums=0)
 def _choices(schedule: Plan, logits: Array) -> tuple[Array, Array]:
-    from dflash_kernels.fused.experts import mosaic_gpu_sm90 as kernel
+    from dflash_kernels.fused.experts.routing_sm90 import choices
 
     assert schedule.choice is not None
-    return kernel.choices(schedule, schedule.choice, logits)
+    return choices(schedule, schedule.choice, logits)
 
 
 def launch(

@@ -80,7 +80,7 @@ def _chosen_by_definition(logits: Array, taken: int) -> tuple[Array, Array]:
 
 @functools.partial(jax.jit, static_argnums=0)
 def _choices(schedule: Mxfp4Plan, logits: Array) -> tuple[Array, Array]:
-    from dflash_kernels.fused.experts.mosaic_gpu_sm90 import choices
+    from dflash_kernels.fused.experts.routing_sm90 import choices
 
     return choices(schedule, CHOICE, logits)
 

@@ -22,14 +22,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dflash_kernels.core.mxfp4 import PIECE, PIECES, SHIFT, TILE
-from dflash_kernels.fused.experts.mosaic_gpu_sm90 import (
-    announce_tile,
-    await_tiles,
-    gather_rows,
-    sort_entries,
-    store_out,
-)
 from dflash_kernels.fused.experts.plan_mxfp4 import Mxfp4Plan
+from dflash_kernels.fused.experts.routing_sm90 import sort_entries
+from dflash_kernels.fused.experts.rows_sm90 import announce_tile, await_tiles, gather_rows, store_out
 from dflash_kernels.mosaic_gpu.layouts import TILED, rows_of
 from dflash_kernels.mosaic_gpu.mxfp4 import add_kept, keep, store_gated, widened
 from dflash_kernels.mosaic_gpu.pipeline import Ring, div, rem

@@ -1,0 +1,79 @@
+"""`quant_method: "fp8"`: float8_e4m3fn with scales of blocks, as DeepSeek-V3 and the FP8 releases of Qwen3 have, or of tensors.
+
+    X.weight             float8_e4m3fn [F, D]
+    X.weight_scale_inv   one for each block, [F/128, D/128]; what numbers are multiplied with, whatever its name says
+    X.weight_scale       one for all, of AutoFP8 and vLLM
+    X.input_scale, X.activation_scale   what activations would be divided by, where `activation_scheme` is "static"
+
+Experts in one tensor, `experts.gate_up_proj [E, 2F, D]`, have `experts.gate_up_proj_scale_inv`. With `scale_fmt: "ue8m0"` scales
+are powers of two, stored as such or as their exponents alone.
+Sources: "DeepSeek-V3 Technical Report", arXiv 2412.19437, section 3.3; transformers' FineGrainedFP8Config; vLLM's Fp8Config.
+"""
+
+from collections.abc import Collection, Mapping
+from functools import partial
+from typing import Any
+
+from dflash_jax.checkpoints.quantized.dequantized import float8
+from dflash_jax.checkpoints.quantized.release import (
+    KEY,
+    Found,
+    Release,
+    check_names,
+    one_of,
+    positive_pair,
+    refuse_unknown,
+)
+from dflash_jax.checkpoints.quantized.scaled import PER_TENSOR, Block, scaled
+from dflash_jax.checkpoints.safetensors import Tensor
+from dflash_jax.config import shown
+from dflash_jax.errors import ConfigError
+
+# What would be done with the weights, and which modules are told apart: the tensors say so too.
+_KNOWN = (
+    "activation_scheme dequantize fmt ignored_layers modules_to_convert modules_to_not_convert quant_method scale_fmt "
+    "weight_block_size"
+).split()
+_SCALES = ("_scale_inv", "_scale")
+_OF_ACTIVATIONS = ("input_scale", "activation_scale")
+
+
+def read_float8(said: Mapping[str, Any]) -> Release:
+    """The release that a `quantization_config` of this method tells of. Raises ConfigError for what is not read."""
+    refuse_unknown("fp8", said, _KNOWN)
+    one_of(said, "fmt", (None, "e4m3", "float8_e4m3fn"))
+    one_of(said, "scale_fmt", (None, "float", "ue8m0"))
+    scheme = one_of(said, "activation_scheme", (None, "dynamic", "static"))
+    check_names(said, "ignored_layers", "modules_to_convert", "modules_to_not_convert")
+    size = said.get("weight_block_size")
+    block = positive_pair(size)
+    if size is not None and block is None:
+        raise ConfigError(
+            f"config.json: weight_block_size in {KEY} must be two positive integers, rows and columns, got {shown(size)}"
+        )
+    what = "float8 with a scale for each tensor" if block is None else f"float8 in blocks of {block[0]} x {block[1]}"
+    return Release(
+        what,
+        f"float8, {scheme or 'dynamic'}",
+        partial(_find, block or PER_TENSOR),
+        {f".{suffix}": ".weight" for suffix in _OF_ACTIVATIONS} | dict.fromkeys(_SCALES, ""),
+    )
+
+
+def _find(block: Block, tensors: Mapping[str, Tensor], lost: Collection[str], problems: list[str]) -> dict[str, Found]:
+    found = {}
+    for name, codes in tensors.items():
+        if codes.dtype != "F8_E4M3" or name in lost:
+            continue
+        places = (f"{name}_", name.removesuffix("weight"))
+        beside = [f"{name}{suffix}" for suffix in _SCALES] + [
+            f"{place}{end}" for place in places for end in _OF_ACTIVATIONS
+        ]
+        names, matrix = [name, *(one for one in beside if one in tensors)], None
+        scale = next((tensors[name + suffix] for suffix in _SCALES if name + suffix in tensors), None)
+        if scale is None:
+            problems.append(f"tensor {name} is in float8 and has no scale {name}{_SCALES[0]}; fetch the tensors again")
+        else:
+            matrix = scaled(name, codes.shape, codes, scale, float8, [block], problems)
+        found[name] = Found(matrix, names)
+    return found

@@ -1,0 +1,114 @@
+"""Matrices with a grid of scales: one for all, for each row, or for each block of rows and columns. Blocks at the edges are cut off
+where they end."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+
+from dflash_jax.checkpoints.quantized.dequantized import (
+    Decoder,
+    Matrix,
+    Rows,
+    columns_index,
+    is_scale_dtype,
+    read,
+    read_index,
+    scales,
+)
+from dflash_jax.checkpoints.safetensors import Tensor
+
+# Rows and columns that share a scale; None for all of an axis.
+type Block = tuple[int | None, int | None]
+PER_TENSOR: Block = (None, None)
+PER_ROW: Block = (1, None)
+
+
+@dataclass(frozen=True)
+class Scaled(Matrix):
+    """Rows of codes stand one after the other.
+
+    Attributes:
+      shape: `[..., F, D]`.
+      height: rows after which the grid of scales begins anew, for the next expert.
+      block: rows and columns of a block.
+      zeros: zeros of rows from one to before another of the grid, `[n, G]`; None for none.
+      order: the group of each column, where a tensor has it.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    decode: Decoder
+    shape: tuple[int, ...]
+    height: int
+    block: tuple[int, int]
+    zeros: Callable[[int, int], np.ndarray] | None = None
+    order: Tensor | None = None
+
+    @property
+    def stored(self) -> tuple[Tensor, ...]:
+        return (self.codes, self.scales, *(() if self.order is None else (self.order,)))
+
+    def rows(self, first: int, last: int) -> Rows:
+        wide = self.codes.shape[-1]
+        codes = read(self.codes.part(first * wide, (last - first, wide))).view(np.uint8)
+        block_rows, block_columns = self.block
+        groups = -(-self.shape[-1] // block_columns)
+        row = np.arange(first, last)
+        place = row // self.height * -(-self.height // block_rows) + row % self.height // block_rows
+        low, high = int(place[0]), int(place[-1]) + 1
+        grid = scales(self.scales.part(low * groups, (high - low, groups)))[place - low]
+        zeros = None if self.zeros is None else self.zeros(low, high)[place - low]
+        index = columns_index(self.shape[-1], block_columns)
+        if self.order is not None:
+            index = read_index(self.order, groups)
+        return Rows(codes, self.decode, grid, zeros, index)
+
+
+def scaled(
+    name: str,
+    shape: tuple[int, ...],
+    codes: Tensor,
+    scale: Tensor,
+    decode: Decoder,
+    blocks: Sequence[Block],
+    problems: list[str],
+    **more: object,
+) -> Scaled | None:
+    """The matrix `name` of `shape` with one of these blocks, as its scales' shape tells; None with a problem where none fits.
+
+    Args:
+      more: further attributes of `Scaled`.
+    """
+    if len(shape) < 2 or not prod(shape):
+        problems.append(f"tensor {codes.name} has shape {list(codes.shape)}, expected a matrix; fetch it again")
+        return None
+    if not is_scale_dtype(scale):
+        problems.append(
+            f"tensor {scale.name} has dtype {scale.dtype_name}, expected scales in float32, bfloat16 or float16"
+        )
+        return None
+    *lead, height, width = shape
+    expected = []
+    for block_rows, block_columns in blocks:
+        rows, columns = block_rows or height, block_columns or width
+        wanted = (*lead, -(-height // rows), -(-width // columns))
+        if _trimmed(scale.shape) == _trimmed(wanted):
+            return Scaled(codes, scale, decode, shape, height, (rows, columns), **more)  # type: ignore[arg-type]
+        if (block_rows, block_columns) == PER_TENSOR and scale.size == 1:
+            whole = prod(lead) * height
+            return Scaled(codes, scale, decode, shape, whole, (whole, width), **more)  # type: ignore[arg-type]
+        expected.append(list(wanted))
+    problems.append(
+        f"tensor {scale.name} has shape {list(scale.shape)}, expected {' or '.join(map(str, expected))} for {name} of shape "
+        f"{list(shape)}; fetch it again"
+    )
+    return None
+
+
+def _trimmed(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Without ones at the end, which some tools leave out."""
+    while shape and shape[-1] == 1:
+        shape = shape[:-1]
+    return shape

@@ -1,0 +1,281 @@
+"""Which rows an expert has, on Hopper: the router, and a counting sort of a call's entries by expert.
+
+Every CTA sorts for itself, in shared memory. For many tokens the router is a launch of its own.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from dflash_kernels.core.device import WARP, WARPGROUP
+from dflash_kernels.fused.experts.plan import LOOK, Choice, Plan
+from dflash_kernels.fused.experts.reference import chosen
+from dflash_kernels.mosaic_gpu import ptx as th
+from dflash_kernels.mosaic_gpu.thread_op import GLOBAL, SCALAR, kernel, thread_op
+
+_WARPS, _VECTOR = WARPGROUP // WARP, 4
+_SIGN = 1 << 31
+_PLACES = 1 << 16  # more than entries: what is packed above them counts groups
+
+
+def choices(plan: Plan, choice: Choice, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Experts and weights of all entries, `[T * k]` each, of logits `[T * E]`: a launch of its own, for many tokens."""
+
+    def body(logits: Any, entries: Any, weights: Any) -> None:
+        _choose_tokens(logits, entries, weights, lax.axis_index("cta"), plan=plan, choice=choice)
+
+    body.__name__ = "choose_experts"
+    kinds = jax.ShapeDtypeStruct((plan.entries,), jnp.int32), jax.ShapeDtypeStruct((plan.entries,), jnp.float32)
+    chosen, weights = kernel(body, out_type=kinds, grid=(-(-plan.tokens // _WARPS),), grid_names=("cta",))(logits)
+    return chosen, weights
+
+
+# Router: a warp takes a token, its lanes a part of the logits each
+
+
+@thread_op(args=(GLOBAL, GLOBAL, GLOBAL, SCALAR))
+def _choose_tokens(logits: Any, entries: Any, weights: Any, cta: Any, *, plan: Plan, choice: Choice) -> None:
+    lane, warp = _lane_and_warp()
+    token = th.add(th.mul(cta, _WARPS), warp)
+    with th.branch(th.under(token, plan.tokens)):
+        _choose_one(plan, choice, logits, token, lane, [(entries, "global"), (weights, "global")])
+
+
+def _choose(plan: Plan, choice: Choice, logits: Any, entries: Any, weights: Any) -> None:
+    """Experts and weights of all entries, by one warpgroup.
+
+    Args:
+      logits: `[T * E]` float32 in global memory.
+      entries, weights: addresses in shared memory, of a word for each entry.
+    """
+    lane, warp = _lane_and_warp()
+
+    @th.fori(th.number(-(-plan.tokens // _WARPS)), [])
+    def _(turn: Any, carry: list) -> list:
+        token = th.add(th.mul(turn, _WARPS), warp)
+        with th.branch(th.under(token, plan.tokens)):
+            _choose_one(plan, choice, logits, token, lane, [(entries, "shared"), (weights, "shared")])
+        return carry
+
+
+def _lane_and_warp() -> tuple[Any, Any]:
+    return th.rem(th.thread(), WARP), th.div(th.thread(), WARP)
+
+
+def _choose_one(plan: Plan, choice: Choice, logits: Any, token: Any, lane: Any, targets: list) -> None:
+    """One token's experts and weights, to two places in memory of the kinds that are named."""
+    taken = plan.top_k - int(choice.shared)
+    places = [th.add(lane, first) for first in range(0, plan.ranked, WARP)]
+    bits = [_logit(plan, logits, token, place) for place in places]
+    keys = [_key(value) for value in bits]
+    expert, largest, top = th.number(0), th.number(0), th.number(0)
+    for turn in range(taken):
+        best = keys[0]
+        for key in keys[1:]:
+            best = th.unsigned_max(best, key)
+        best = _over_lanes("max", best)
+        where = th.number(plan.experts)
+        for key, place in zip(keys, places, strict=True):
+            where = th.unsigned_min(where, th.select(_equal(key, best), place, th.number(plan.experts)))
+        where = _over_lanes("min", where)
+        keys = [th.select(_equal(place, where), th.number(0), key) for key, place in zip(keys, places, strict=True)]
+        mine = _equal(lane, th.number(turn))
+        expert, largest = th.select(mine, where, expert), th.select(mine, best, largest)
+        top = top if turn else best
+    highest = th.as_real(_unkey(top))
+    inside = th.under(lane, taken)
+    share = th.select(inside, th.exp(th.fsub(th.as_real(_unkey(largest)), highest)), th.real(0.0))
+    total = share
+    if not choice.normed:
+        total = th.real(0.0)
+        for value in bits:
+            total = th.fadd(total, th.exp(th.fsub(th.as_real(value), highest)))
+    share = th.fmul(th.fdiv(share, _summed(total)), th.real(choice.scale))
+    if choice.shared:
+        last, logit = _equal(lane, th.number(taken)), th.add(th.mul(token, plan.experts), plan.ranked)
+        of_shared = th.exp(th.fsub(th.real(0.0), th.as_real(th.global_word(logits, logit))))
+        of_shared = th.fdiv(th.real(1.0), th.fadd(th.real(1.0), of_shared))
+        expert, share = th.select(last, th.number(plan.ranked), expert), th.select(last, of_shared, share)
+        inside = th.under(lane, plan.top_k)
+    with th.branch(inside):
+        entry = th.add(th.mul(token, plan.top_k), lane)
+        for (target, space), value in zip(targets, (expert, th.bits(share)), strict=True):
+            where = th.word_address(target, entry) if space == "global" else th.add(target, th.mul(entry, 4))
+            th.inline(f"st.{space}.b32 [$0], $1;", where, value)
+
+
+def _logit(plan: Plan, logits: Any, token: Any, place: Any) -> Any:
+    """Bits of one logit; -inf past the last expert that is chosen by its logit."""
+    there = th.under(place, plan.ranked)
+    where = th.add(th.mul(token, plan.experts), th.select(there, place, th.number(0)))
+    return th.select(there, th.global_word(logits, where), th.number(0xFF800000 - (1 << 32)))
+
+
+def _key(bits: Any) -> Any:
+    """Bits of a float32 as an integer without sign in the same order, larger than 0; both zeros are the same."""
+    bits = th.select(_equal(bits, th.number(-_SIGN)), th.number(0), bits)
+    negative = th.compare(bits, "slt", 0)
+    return th.xor(bits, th.select(negative, th.number(-1), th.number(-_SIGN)))
+
+
+def _unkey(key: Any) -> Any:
+    negative = th.compare(key, "sge", 0)
+    return th.xor(key, th.select(negative, th.number(-1), th.number(-_SIGN)))
+
+
+def _equal(a: Any, b: Any) -> Any:
+    return th.compare(a, "eq", b)
+
+
+def _over_lanes(kind: str, value: Any) -> Any:
+    return th.inline(f"redux.sync.{kind}.u32 $0, $1, 0xffffffff;", value, returns=th.i32(), convergent=True)
+
+
+def _summed(value: Any) -> Any:
+    """The sum over a warp's lanes, in every lane, always in the same order."""
+    for distance in (16, 8, 4, 2, 1):
+        text = f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, 0xffffffff;"
+        other = th.inline(text, value, returns=th.f32(), convergent=True)
+        value = th.fadd(value, other)
+    return value
+
+
+# Counting sort by expert: every thread of a warpgroup counts and places the entries of its own experts
+
+
+def _sort_interpreted(given: list[Any], tables: list[Any], *, plan: Plan) -> None:
+    order_sm, shares_sm, _, groups_sm = tables
+    if plan.choice:
+        taken = plan.top_k - int(plan.choice.shared)
+        given = list(chosen(given[0][...].reshape(plan.tokens, -1), taken, plan.choice))
+    entries, weights = (part[...].reshape(-1) for part in given)
+    order = jnp.argsort(entries, stable=True).astype(jnp.int32)
+    counts = (entries[:, None] == jnp.arange(plan.experts)).sum(axis=0).astype(jnp.int32)
+    of_expert = -(-counts // plan.columns)
+    ends, firsts = jnp.cumsum(of_expert), jnp.cumsum(counts) - counts
+    groups = jnp.arange(plan.groups)
+    owners = jnp.minimum(jnp.searchsorted(ends, groups, side="right"), plan.experts - 1)
+    inside = (groups - (ends - of_expert)[owners]) * plan.columns
+    table = owners, firsts[owners] + inside, jnp.minimum(counts[owners] - inside, plan.columns), ends[-1:]
+    more = plan.padded - plan.entries
+    order_sm[...] = jnp.pad(order, (0, more))
+    shares_sm[...] = jnp.pad(weights[order], (0, more))
+    groups_sm[...] = jnp.concatenate([part.astype(jnp.int32) for part in table])
+
+
+@thread_op(args=(GLOBAL, GLOBAL), interpret=_sort_interpreted)
+def sort_entries(given: list[Any], tables: list[Any], *, plan: Plan) -> None:
+    """Writes the tables of a CTA in two rounds over all entries, one that counts and one that places.
+
+    Args:
+      given: expert and weight of each entry, `[T * k]` in global memory; with `plan.choice`, the logits `[T * E]` alone.
+      tables: shared memory. Entries by expert, those of one expert in order; their weights; anything; experts of all groups, then
+        each one's first place, then how many entries it has, then the number of groups.
+    """
+    order, shares, flat, groups = (th.address(table, space=3) for table in tables)
+    counts, own_weights = (th.add(flat, 4 * place) for place in (plan.padded, plan.padded + plan.threads))
+    own = [th.add(th.thread(), first) for first in range(0, plan.threads, WARPGROUP)]
+    for first in range(0, plan.padded, WARPGROUP):
+        place = th.add(th.thread(), first)
+        if plan.choice is None:
+            with th.branch(th.under(place, plan.entries)):
+                th.store_shared(flat, place, th.global_word(given[0], place))
+        with th.branch(th.every(th.under(place, plan.padded), th.compare(place, "uge", plan.entries))):
+            th.store_shared(flat, place, th.number(-1))
+    if plan.choice is not None:
+        _choose(plan, plan.choice, given[0], flat, own_weights)
+    th.warpgroup_barrier()
+
+    zeros = [th.number(0) for _ in own]
+
+    @th.fori(th.number(plan.padded // LOOK), zeros)
+    def counted(step: Any, carry: list) -> list:
+        for value in _entries(flat, step):
+            carry = [th.add(count, _one(value, expert)) for count, expert in zip(carry, own, strict=True)]
+        return carry
+
+    found = counted.results
+    sums = _sums_before([_packed(plan, count) for count in found], counts)
+    places = [th.bit_and(value, _PLACES - 1) for value in sums]
+    numbers = [th.div(value, _PLACES) for value in sums]
+    for expert, count, place, first in zip(own, found, places, numbers, strict=True):
+        full = _groups(plan, count)
+
+        @th.fori(full, [])
+        def _(index: Any, carry: list, expert=expert, count=count, place=place, first=first) -> list:
+            group, taken = th.add(first, index), th.mul(index, plan.columns)
+            live = th.least(th.sub(count, taken), plan.columns)
+            for row, value in enumerate((expert, th.add(place, taken), live)):
+                th.store_shared(groups, th.add(th.number(row * plan.groups), group), value)
+            return carry
+
+        with th.branch(_equal(expert, th.number(plan.experts - 1))):
+            th.store_shared(groups, th.number(3 * plan.groups), th.add(first, full))
+
+    @th.fori(th.number(plan.padded // LOOK), list(places))
+    def _(step: Any, carry: list) -> list:
+        for lane, value in enumerate(_entries(flat, step)):
+            for index, expert in enumerate(own):
+                address, entry = th.add(order, th.mul(carry[index], 4)), th.add(th.mul(step, LOOK), th.number(lane))
+                th.when(_equal(value, expert), "st.shared.b32 [$0], $1;", address, entry)
+            carry = [th.add(place, _one(value, expert)) for place, expert in zip(carry, own, strict=True)]
+        return carry
+
+    th.warpgroup_barrier()
+    for first in range(0, plan.entries, WARPGROUP):
+        place = th.add(th.thread(), first)
+        with th.branch(th.under(place, plan.entries)):
+            entry = th.shared_word(order, place)
+            share = th.shared_word(own_weights, entry) if plan.choice is not None else th.global_word(given[1], entry)
+            th.store_shared(shares, place, share)
+    th.warpgroup_barrier()
+
+
+def _groups(plan: Plan, count: Any) -> Any:
+    return th.div(th.add(count, plan.columns - 1), plan.columns)
+
+
+def _packed(plan: Plan, count: Any) -> Any:
+    """How many entries an expert has and how many groups, in one word."""
+    return th.add(count, th.mul(_groups(plan, count), _PLACES))
+
+
+def _sums_before(values: list, spare: Any) -> list:
+    """Sums over all experts before each thread's own, of words that threads hold for theirs; `spare` takes a word for each warp."""
+    lane, warp = _lane_and_warp()
+    sums = []
+    for index, value in enumerate(values):
+        upto = value
+        for distance in (1, 2, 4, 8, 16):
+            text = f"shfl.sync.up.b32 $0, $1, {distance}, 0, 0xffffffff;"
+            other = th.inline(text, upto, returns=th.i32(), convergent=True)
+            reaches = th.compare(lane, "uge", distance)
+            upto = th.add(upto, th.select(reaches, other, th.number(0)))
+        with th.branch(_equal(lane, th.number(WARP - 1))):
+            th.store_shared(spare, th.add(warp, index * _WARPS), upto)
+        sums.append(th.sub(upto, value))
+    th.warpgroup_barrier()
+    wholes = [value for step in range(len(values)) for value in _shared_vector(spare, th.number(step))]
+    for index in range(len(values)):
+        for place, whole in enumerate(wholes[: (index + 1) * _WARPS]):
+            earlier = th.compare(th.number(place), "ult", th.add(warp, index * _WARPS))
+            sums[index] = th.add(sums[index], th.select(earlier, whole, th.number(0)))
+    return sums
+
+
+def _one(value: Any, expert: Any) -> Any:
+    return th.as_word(_equal(value, expert))
+
+
+def _entries(base: Any, step: Any) -> list:
+    """`LOOK` neighbouring words of shared memory, all asked for before the first one is looked at."""
+    vectors = LOOK // _VECTOR
+    asked = [_shared_vector(base, th.add(th.mul(step, vectors), place)) for place in range(vectors)]
+    return [value for vector in asked for value in vector]
+
+
+def _shared_vector(base: Any, step: Any) -> list:
+    """Four neighbouring words of shared memory."""
+    return th.load(th.add(base, th.mul(step, 4 * _VECTOR)), _VECTOR, op="ld.shared")

@@ -1,0 +1,138 @@
+"""Rows of experts on Hopper, in terms of single threads: gathered to a product, scattered from one, handed over between two."""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from dflash_kernels.core.device import WARPGROUP
+from dflash_kernels.mosaic_gpu import ptx as th
+from dflash_kernels.mosaic_gpu.layouts import TILED
+from dflash_kernels.mosaic_gpu.thread_op import GLOBAL, MATRIX, SCALAR, thread_op
+
+
+def _gather_rows_interpreted(
+    source: Any, column: Any, target: Any, order: Any, first: Any, live: Any, *, top_k: int
+) -> None:
+    blocks, columns, width = target.shape
+    places = jnp.minimum(first + lax.iota(jnp.int32, columns), first + live - 1)
+    rows = order[...][places] // top_k if top_k else places
+    held = source[...][rows]
+    for block in range(blocks):
+        part = lax.dynamic_slice_in_dim(held, column + block * width, width, axis=1)
+        target.at[block][...] = jnp.where(lax.iota(jnp.int32, columns)[:, None] < live, part, jnp.zeros_like(part))
+
+
+@thread_op(args=(GLOBAL, SCALAR, plgpu.RefType(TILED), GLOBAL, SCALAR, SCALAR), interpret=_gather_rows_interpreted)
+def gather_rows(source: Any, column: Any, target: Any, order: Any, first: Any, live: Any, *, top_k: int) -> None:
+    """Starts `cp.async` copies of a group's rows of `source`, some columns of them; columns of no entry become zeros.
+
+    Args:
+      source: `[rows, columns]` in global memory, two bytes an element: a row for each token, or for each sorted entry.
+      column: first column, int32 scalar.
+      target: `[blocks, N, 64]` in shared memory, in swizzled tiles of 8 rows.
+      order: the sorted entries in shared memory.
+      first, live: the group's first one and how many there are, int32 scalars.
+      top_k: entries of a token, where source has a row for each token; else 0.
+    """
+    blocks, groups, _, rows_of_group, width = th.shape_and_strides(target)[0]
+    columns, pitch = groups * rows_of_group, th.shape_and_strides(source)[1][0] * 2
+    base, to, entries = th.address(source), th.address(target, space=3), th.address(order, space=3)
+    chunks = blocks * columns * width * 2 // th.CHUNK
+    for begin in range(0, chunks, WARPGROUP):
+        chunk = th.add(th.thread(), begin)
+        line, piece = th.div(chunk, 8), th.rem(chunk, 8)
+        block, place = th.div(line, columns), th.rem(line, columns)
+        there = th.compare(place, "ult", live)
+        row = th.add(first, th.select(there, place, th.number(0)))
+        if top_k:
+            row = th.div(th.shared_word(entries, row), top_k)
+        bytes_ = th.add(th.mul(th.add(column, th.mul(block, width)), 2), th.mul(piece, th.CHUNK))
+        where = th.add(th.add(base, th.mul(th.widen_index(row), pitch)), th.widen_index(bytes_))
+        swizzled = th.mul(th.xor(piece, th.rem(place, 8)), th.CHUNK)
+        target_at = th.add(th.add(to, th.mul(line, width * 2)), swizzled)
+        size = th.select(there, th.number(th.CHUNK), th.number(0))
+        copy = f"cp.async.cg.shared.global [$0], [$1], {th.CHUNK}, $2;"
+        if begin + WARPGROUP > chunks:
+            th.when(th.under(chunk, chunks), copy, target_at, where, size)
+        else:
+            th.inline(copy, target_at, where, size)
+    th.inline("cp.async.commit_group;")
+
+
+def _store_out_interpreted(
+    target: Any, tile: Any, order: Any, shares: Any, first: Any, live: Any, feature: Any, *, shape: tuple[int, int, int]
+) -> None:
+    top_k = shape[0]
+    for column in range(tile.shape[1]):
+
+        @pl.when(column < live)
+        def _(column=column):
+            entry = order[first + column]
+            place = target.at[lax.rem(entry, top_k), lax.div(entry, top_k), pl.ds(feature, tile.shape[0])]
+            place[...] = tile[:, column] * shares[first + column]
+
+
+@thread_op(args=(GLOBAL, MATRIX, GLOBAL, GLOBAL, SCALAR, SCALAR, SCALAR), interpret=_store_out_interpreted)
+def store_out(
+    target: Any, tile: Any, order: Any, shares: Any, first: Any, live: Any, feature: Any, *, shape: tuple[int, int, int]
+) -> None:
+    """`target[choice, token, feature + row] = share * tile[row, column]` for the entries of the `live` first columns.
+
+    Args:
+      target: `[k, T, D]` float32 in global memory, of this shape.
+      tile: `[64, N]` float32.
+      order, shares: sorted entries and their weights, in shared memory.
+    """
+    top_k, tokens, hidden = shape
+    base, entries = th.word_address(target, th.number(0)), th.address(order, space=3)
+    of_shares, found = th.address(shares, space=3), {}
+
+    def column_of(column: Any, key: Any) -> Any:
+        """Where a column's entry goes, and its weight: once for all rows of a thread."""
+        if key not in found:
+            there = th.compare(column, "ult", live)
+            place = th.add(first, th.select(there, column, th.number(0)))
+            entry = th.shared_word(entries, place)
+            token, choice = th.div(entry, top_k), th.rem(entry, top_k)
+            row = th.widen_index(th.add(th.mul(choice, tokens), token))
+            start = th.add(base, th.mul(row, hidden * 4))
+            found[key] = there, start, th.as_real(th.shared_word(of_shares, place))
+        return found[key]
+
+    count = 0
+
+    def store(value: Any, position: Any) -> None:
+        nonlocal count
+        row, column = (th.index_word(place) for place in position)
+        # Two rows of two neighbouring columns follow one another.
+        there, start, share = column_of(column, (count // 4, count % 2))
+        count += 1
+        where = th.offset(start, th.mul(th.add(feature, row), 4))
+        th.when(there, "st.global.f32 [$0], $1;", where, th.fmul(value, share))
+
+    tile.foreach(store)
+
+
+@thread_op(args=(GLOBAL, SCALAR))
+def announce_tile(ready: Any, group: Any) -> None:
+    """Counts one more tile of a group, after all that this warpgroup has written."""
+    th.inline("fence.acq_rel.gpu;")
+    th.warpgroup_barrier()
+    with th.one_thread():
+        th.inline("red.release.gpu.global.add.u32 [$0], 1;", th.word_address(ready, group))
+
+
+@thread_op(args=(GLOBAL, SCALAR))
+def await_tiles(ready: Any, group: Any, *, given: int, taken: int) -> None:
+    """Waits until so many tiles of a group are there. The last of `taken` who wait leaves the count at 0 for the next launch."""
+    with th.branch(th.compare(th.thread(), "eq", 0)):
+        th.inline(
+            "{ .reg .pred p; .reg .b32 w; .reg .b64 a; mov.b64 a, $0; again: ld.acquire.gpu.global.u32 w, [a]; "
+            f"setp.lt.u32 p, w, {given}; @p bra again; atom.relaxed.gpu.global.add.u32 w, [a], 1; "
+            f"setp.eq.u32 p, w, {given + taken - 1}; @p st.relaxed.gpu.global.u32 [a], 0; }}",
+            th.word_address(ready, group),
+        )
+    th.warpgroup_barrier()

@@ -1,0 +1,1 @@
+"""A quantized output of a layer, and the product that reads it."""
