@@ -37,8 +37,8 @@ def jobs(script):
 
 
 def test_jobs_are_the_commands_of_the_results(jobs, script):
-    """Every job renews rows, but those that are said to have none; and every row has a job of its script, file and settings: its own
-    command's or one that does more."""
+    """Every job renews rows, but those that are said to have none; and every row has a job of its script, file and settings: its
+    own command's or one that does more."""
     merging = script("merge")
     rows = {path: json.loads(path.read_text(encoding="utf-8")) for path in RESULTS}
     named = {row["command"] for several in rows.values() for row in several}
