@@ -159,6 +159,7 @@ def test_what_was_given_out_is_left_out():
     assert given.behind(3) is given
     assert given.behind(8) is None
     rest = given.behind(6)
+    assert rest is not None
     assert (rest.tokens, rest.counts, rest.drafts, rest.start) == ([4, 5], [2], [(4, 2)], 6)
     first = Update(0, [7], [False], [], True, 1.0)
     assert first.behind(0) is first

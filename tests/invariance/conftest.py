@@ -6,7 +6,6 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
 from ..kernels.conftest import callbacks_take_numpy, compiled_once
 
@@ -27,5 +26,5 @@ def one_order(monkeypatch: pytest.MonkeyPatch) -> None:
             return dot(a, b, **options)
         return (a[:, :, None] * b[None]).sum(axis=1)
 
-    monkeypatch.setattr(gpu_callbacks.np, "matmul", rounded_once)
+    monkeypatch.setattr(np, "matmul", rounded_once)
     monkeypatch.setattr(jnp, "dot", term_after_term)

@@ -93,7 +93,7 @@ def attention(
             q *= jnp.asarray(2.0 ** (call.positions % 7 - 2), q.dtype)[..., None, None]
         return {"q": q, "page_table": jnp.asarray(table[call.who])} | lengths(call)
 
-    def run(args: dict[str, jax.Array]) -> jax.Array:
+    def run(args: dict[str, jax.Array]) -> Any:
         q, *where = (args[name] for name in ("q", "page_table", "seq_lens", "q_lens"))
         if real:
             *where, live = where
@@ -116,7 +116,7 @@ def latent_attention(real: bool, *, stored: Any = jnp.bfloat16, splits: int = 2,
         q = numbers(call, heads * (rank + rotated)).reshape(*call.shape, heads, -1)
         return {"q": q, "page_table": jnp.asarray(table[call.who])} | lengths(call)
 
-    def run(args: dict[str, jax.Array]) -> jax.Array:
+    def run(args: dict[str, jax.Array]) -> Any:
         q, *where = (args[name] for name in ("q", "page_table", "seq_lens", "q_lens"))
         own = latent_decode(kept, jnp.bfloat16, kv_lora_rank=rank) if stored == jnp.uint8 else kept
         how: Any = {"kv_lora_rank": rank, "scale": 0.06}
@@ -186,9 +186,11 @@ def norm_rotation_write(real: bool, *, stored: Any = jnp.bfloat16, zero_centered
         how: Any = {"eps": EPS, "zero_centered": zero_centered}
         if real:
             more: Any = dict(zip(("q_norm", "k_norm", "k_scale", "v_scale"), (*norms, *scales), strict=True))
-            q, k, v, of_keys = qkv_write(*pools, *rows, **more, **how, implementation="mosaic_gpu")
+            op: Any = qkv_write
+            q, k, v, of_keys = op(*pools, *rows, **more, **how, implementation="mosaic_gpu")
         else:
-            q, k, v, of_keys = launch_qkv(*pools, *rows, *norms, *scales, **how, beside=0, interpret=INTERPRET)
+            op = launch_qkv
+            q, k, v, of_keys = op(*pools, *rows, *norms, *scales, **how, beside=0, interpret=INTERPRET)
         found = [q.reshape(b, t, *q.shape[1:]), *(read(each, places, (b, t)) for each in (k, v))]
         return [*found, read(of_keys[..., None], places, (b, t))] if stored == INT8 else found
 
@@ -208,7 +210,8 @@ def write(real: bool) -> Form:
         shape, places = args["k"].shape[:2], args["places"]
         rows = tuple(args[name].reshape(-1, heads, dim) for name in ("k", "v"))
         if real:
-            written = cache_write(*pools, *rows, places, implementation="mosaic_gpu")
+            op: Any = cache_write
+            written = op(*pools, *rows, places, implementation="mosaic_gpu")
         else:
             written = launch_rows(pools, rows, places, interpret=INTERPRET)
         return [read(each, places, shape) for each in written]
@@ -240,12 +243,14 @@ def latent_rows(real: bool, *, stored: Any = None) -> Form:
             more: Any = {"latent_scale": scale} if stored == FP8 else {}
             q, written = mla_write(kept, rows, q, *where, norm=norm, eps=EPS, interleaved=True, **more)
         else:
-            q, written = launch_mla(kept, rows, q, *where, norm, scale, eps=EPS, interleaved=True, interpret=INTERPRET)
+            op: Any = launch_mla
+            q, written = op(kept, rows, q, *where, norm, scale, eps=EPS, interleaved=True, interpret=INTERPRET)
         return q.reshape(b, t, *q.shape[1:]), read(written, places, (b, t))
 
     return Form(draw, run, middle=middle)
 
 
+TWO = ((3, 4), (1, 2))
 OVER_PAGES = {
     "attention, one split": Operation(partial(attention, splits=1)),
     "attention": Operation(attention),
@@ -263,13 +268,13 @@ OVER_PAGES = {
         partial(latent_attention, stored=FP8, heads=2), [(2, 4)], holds=False, real=[(2, 8), (8, 4)]
     ),
     "latent attention over packed rows": Operation(partial(latent_attention, stored=jnp.uint8), [(2, 4)]),
-    "latent rows expanded": Operation(expanded_latents, [(2, 4)]),
-    "norm, rotation and write": Operation(norm_rotation_write, free="TB"),
-    "norm, rotation and write, zero-centered": Operation(partial(norm_rotation_write, zero_centered=True), free="TB"),
-    "norm, rotation and write to float8 pages": Operation(partial(norm_rotation_write, stored=FP8), free="TB"),
-    "norm, rotation and write to int8 pages": Operation(partial(norm_rotation_write, stored=INT8), free="TB"),
-    "write": Operation(write, free="TB"),
-    "latent rows' norm, rotation and write": Operation(latent_rows, free="TB"),
-    "latent rows' norm, rotation and write, float8": Operation(partial(latent_rows, stored=FP8), free="TB"),
-    "latent rows packed": Operation(partial(latent_rows, stored=jnp.uint8), free="TB"),
+    "latent rows expanded": Operation(expanded_latents, [(2, 4), (1, 3)], "TB"),
+    "norm, rotation and write": Operation(norm_rotation_write, small=TWO, free="TB"),
+    "norm, rotation and write, zero-centered": Operation(partial(norm_rotation_write, zero_centered=True), small=TWO, free="TB"),
+    "norm, rotation and write to float8 pages": Operation(partial(norm_rotation_write, stored=FP8), small=TWO, free="TB"),
+    "norm, rotation and write to int8 pages": Operation(partial(norm_rotation_write, stored=INT8), small=TWO, free="TB"),
+    "write": Operation(write, small=TWO, free="TB"),
+    "latent rows' norm, rotation and write": Operation(latent_rows, small=TWO, free="TB"),
+    "latent rows' norm, rotation and write, float8": Operation(partial(latent_rows, stored=FP8), small=TWO, free="TB"),
+    "latent rows packed": Operation(partial(latent_rows, stored=jnp.uint8), small=TWO, free="TB"),
 }  # fmt: skip

@@ -141,7 +141,7 @@ def norm_of_heads(real: bool) -> Form:
     return rowwise(draw, run, **(EXACT_PRODUCTS if real else {}))
 
 
-def products(real: bool, form: str) -> Form:
+def products(real: bool, form: Any) -> Form:
     """Dense products of few rows, with what follows them."""
     depth, features = (2560, 6144) if real else (256, 512)
     weight, stream_weight = matrix(features, depth), norm_weight(features)
@@ -185,7 +185,7 @@ def weight_only(real: bool, kind: Any) -> Form:
     return rowwise(in_rows("x", width=depth), lambda x: op(x, narrow.values, narrow.scales, paired=narrow.paired))
 
 
-def rounded_rows(real: bool, form: str) -> Form:
+def rounded_rows(real: bool, form: Any) -> Form:
     """W8A8 of many rows: each is rounded by its own largest number."""
     depth, features = (2560, 6144) if real else (512, 512)
     narrow, norm = quantise(matrix(features, depth), "fp8_dynamic"), norm_weight(features)
@@ -307,7 +307,8 @@ def choosing(real: bool, mode: Mode) -> Form:
         logits = 8 * numbers(call, vocab, jnp.bfloat16 if mode == "full" else jnp.float32)
         return logits, jnp.asarray(call.positions), _request(call)
 
-    return Form(draw, lambda given: sample(*given, mode), EXACT_PRODUCTS if real else {})
+    op: Any = sample
+    return Form(draw, lambda given: op(*given, mode), EXACT_PRODUCTS if real else {})
 
 
 def filtering(real: bool) -> Form:
@@ -351,8 +352,9 @@ def adjusting(real: bool, *, sampled: bool) -> Form:
         )
         penalties = [of_people(call, 1, salt=salt)[:, 0] for salt in (4, 5, 6)]
         adjust = Adjustments(
-            of_people(call, vocab, salt=3), seen, *penalties[:2], 1.5 + penalties[2] / 4, ids[:, :1, None] * 0 - 1,
-            jnp.full((b, 1), -1), jnp.zeros(b, jnp.int32),
+            bias=of_people(call, vocab, salt=3), seen=seen, presence=penalties[0], frequency=penalties[1],
+            repetition=1.5 + penalties[2] / 4, words=jnp.full((b, 1, 1), -1), tail=jnp.full((b, 1), -1),
+            grammar=jnp.zeros(b, jnp.int32),
         )  # fmt: skip
         return 8 * numbers(call, vocab, jnp.float32), ids, adjust
 
@@ -374,7 +376,7 @@ ROWWISE = {
     "sum over ranks and norm": Operation(norm_over_ranks, [(3, 4), (1, 2)], "TB"),
     "norm and rotation of heads": Operation(norm_of_heads, [(3, 4), (1, 2)], "TB"),
     "product": Operation(partial(products, form="store"), [(4, 8), (4, 16)], "TB", real=WHOLE[:3]),
-    "product, SwiGLU": Operation(partial(products, form="swiglu"), [(4, 8)], "TB", real=WHOLE),
+    "product, SwiGLU": Operation(partial(products, form="swiglu"), [(4, 8), (4, 16)], "TB", real=WHOLE),
     "product onto the stream, normed": Operation(partial(products, form="onto"), [(4, 8)], real=WHOLE),
     "product by blocks of columns": Operation(partial(products, form="blocks"), [(3, 4)], most=512),
     "product of XLA": Operation(products_of_xla, []),
@@ -382,8 +384,10 @@ ROWWISE = {
     "product of XLA, fp8": Operation(partial(products_of_xla, kind="fp8"), []),
     "product, int8": Operation(partial(weight_only, kind="int8"), [(3, 4), (1, 2)], "TB", most=64),
     "product, fp8": Operation(partial(weight_only, kind="fp8"), [(3, 4), (1, 2)], "TB", most=64),
-    "product of rounded rows": Operation(partial(rounded_rows, form="store"), [(5, 16)], least=64),
-    "product of rounded rows, SwiGLU": Operation(partial(rounded_rows, form="swiglu"), [(5, 16)], least=64),
+    "product of rounded rows": Operation(partial(rounded_rows, form="store"), [(5, 16), (8, 16)], "TB", least=64),
+    "product of rounded rows, SwiGLU": Operation(
+        partial(rounded_rows, form="swiglu"), [(5, 16), (8, 16)], "TB", least=64
+    ),
     "product of rounded rows onto the stream": Operation(partial(rounded_rows, form="onto"), [(5, 16)], least=64),
     "head": Operation(partial(head, form="logits"), []),
     "head, int8": Operation(partial(head, form="int8"), []),
@@ -392,7 +396,7 @@ ROWWISE = {
     "head, float8 shortlist": Operation(partial(head, form="shortlist"), [(3, 4)]),
     "experts": Operation(partial(experts, form="routed"), [(3, 4)], most=512),
     "experts, chosen by the kernel": Operation(partial(experts, form="mixture"), [(3, 4)], most=512),
-    "experts in four bits": Operation(experts_in_four_bits, [(3, 4)], most=64),
+    "experts in four bits": Operation(experts_in_four_bits, [(3, 4), (1, 4)], "TB", most=64),
     "choice, greedy": Operation(partial(choosing, mode="greedy"), [(3, 4), (1, 2)], "TB"),
     "choice, sampled": Operation(partial(choosing, mode="sampled"), [(3, 4), (1, 2)], "TB"),
     "choice, filtered": Operation(partial(choosing, mode="full"), [(3, 4), (1, 2)], "TB"),

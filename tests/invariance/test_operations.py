@@ -13,10 +13,9 @@ OPERATIONS = ROWWISE | OVER_PAGES | WHOLE_LAYERS
 
 # The others differ from one of these in size, dtype or epilogue. Kernels of attention take longest.
 FEW = (
-    "embedding and norm", "residual and norm, zero-centered", "norm and rotation of heads", "product", "product, int8",
-    "product of rounded rows onto the stream", "head, best alone", "experts", "choice, filtered", "choice, penalties and biases",
-    "attention, four splits", "attention over float8 pages", "norm, rotation and write to int8 pages",
-    "attention from the projection", "gated delta net, fold",
+    "residual and norm, zero-centered", "norm and rotation of heads", "product, int8", "product of rounded rows onto the stream",
+    "head, best alone", "experts", "choice, filtered", "attention, four splits", "attention over float8 pages",
+    "norm, rotation and write to int8 pages", "attention from the projection", "gated delta net, one token",
 )  # fmt: skip
 
 

@@ -101,7 +101,8 @@ def whole_layer(real: bool, *, stored: Any = jnp.bfloat16, kind: Any = None) -> 
         if real:
             start = attention_chain_exchange(stream, weights["down"], b, t, heads=heads, kv_heads=kv_heads)
             more: Any = {"exchange": tuple(map(jax.new_ref, start)), "implementation": "mosaic_gpu"}
-            out, projected, *after = attention_chain(*given, stream, **weights, **norms, **scales, eps=EPS, **more)
+            op: Any = attention_chain
+            out, projected, *after = op(*given, stream, **weights, **norms, **scales, eps=EPS, **more)
         else:
             how: Any = {"causal": True, "scale": HEAD_DIM**-0.5, "eps": EPS, "ctas": 4, "interpret": INTERPRET}
             both = Heads(*given, **norms, **scales), Layer(stream=stream, **weights)
@@ -222,7 +223,7 @@ WHOLE_LAYERS = {
     "attention from the projection, one split": Operation(
         partial(attention_from_projection, splits=1), real=[(33, 16)]
     ),
-    "gated delta net, verification": Operation(delta_verification, free="B", moves=False),
-    "gated delta net, one token": Operation(delta_one_token, [(3, 1)], "B", moves=False, real=[(1, 1), (8, 1), (33, 1)]),
-    "gated delta net, fold": Operation(delta_folding, [(3, 3)], "B", moves=False, real=[(1, 16), (8, 16), (33, 16)]),
+    "gated delta net, verification": Operation(delta_verification, [(3, 4), (1, 4)], "B", moves=False),
+    "gated delta net, one token": Operation(delta_one_token, [(3, 1), (1, 1)], "B", moves=False, real=[(1, 1), (8, 1), (33, 1)]),
+    "gated delta net, fold": Operation(delta_folding, [(3, 3), (1, 3)], "B", moves=False, real=[(1, 16), (8, 16), (33, 16)]),
 }  # fmt: skip
