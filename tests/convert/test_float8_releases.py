@@ -266,9 +266,8 @@ def test_a_plan_names_what_it_does(hf, capsys):
 
 def broken(folder: Path, **changes: np.ndarray | None) -> str:
     """The problems of a folder with a projection's tensors changed, or None for taken away."""
-    stored = load(folder / "model.safetensors")
-    for part, value in changes.items():
-        stored[f"{Q}.{part}"] = value
+    changed = {f"{Q}.{part}": value for part, value in changes.items()}
+    stored = load(folder / "model.safetensors") | changed
     put(folder, {name: value for name, value in stored.items() if value is not None})
     with pytest.raises(CheckpointError) as caught:
         open_checkpoint(folder).load()

@@ -20,8 +20,6 @@ from dflash_jax.checkpoints.opening import open_checkpoint
 from dflash_jax.engine.memory import size
 from dflash_jax.models import family_of, to_huggingface
 
-from ..quantized_folders import BLOCKS, is_projection, near_float8, put
-
 TARGET = {
     "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 97, "hidden_size": 40, "intermediate_size": 64,
     "num_hidden_layers": 3, "num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 16, "tie_word_embeddings": True,
@@ -53,25 +51,6 @@ def target(tmp_path):
 
 
 PARAMS = dj.SamplingParams(max_tokens=9)
-
-
-def test_a_release_in_float8_is_the_model_that_its_numbers_make(target, tmp_path):
-    """Rounded anew by rows, which is done to the dequantized weights; a notice says where they come from."""
-    stored, plain = {}, load_file(target / "model.safetensors")
-    for name, tensor in list(plain.items()):
-        stored[name] = tensor
-        if is_projection(name, tensor):
-            stored[name], stored[f"{name}_scale_inv"], exact = near_float8(tensor, (128, 128))
-            plain[name] = exact.astype(np.float32)
-    folders = [tmp_path / name for name in ("released", "dequantized")]
-    for folder, tensors, more in zip(folders, (stored, plain), ({"quantization_config": BLOCKS}, {}), strict=True):
-        folder.mkdir()
-        put(folder, tensors)
-        (folder / "config.json").write_text(json.dumps(TARGET | more))
-    ours, theirs = (dj.load(folder, draft=False, weight_dtype="fp8", max_batch=1) for folder in folders)
-    assert any("weights were released in float8 in blocks of 128 x 128" in notice for notice in ours.notices)
-    assert not any("released" in notice for notice in theirs.notices)
-    assert dj.generate(ours, [5, 6, 7], PARAMS).token_ids == dj.generate(theirs, [5, 6, 7], PARAMS).token_ids
 
 
 def test_norms_in_another_type_do_not_decide_for_the_model(tmp_path, monkeypatch):
