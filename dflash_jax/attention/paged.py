@@ -63,7 +63,7 @@ class PagedAttend:
         related: bool = False,
         heads: tuple[int, int] | None = None,
         narrow: bool = False,
-        shared: Int[Array, "B"] | None = None,
+        shared: Int[Array, "*groups B"] | None = None,
         dealt: int = 1,
     ):
         self.form, self.related, self.dealt = form, related, dealt
@@ -79,7 +79,9 @@ class PagedAttend:
         self.parts = (
             None if shared is None else jax.tree.map(lambda table: split_tables(table, shared, page_size), page_table)
         )
-        own = self.seq_lens if shared is None else jnp.maximum(self.seq_lens - shared * page_size, 0)
+        own = self.seq_lens
+        if shared is not None:
+            own = jnp.maximum(own - (shared if shared.ndim == 1 else jnp.sum(shared, axis=0)) * page_size, 0)
         self.schedule = None if heads is None or dealt > 1 else self._make_schedule(own, *heads, page_size, narrow)
 
     def _make_schedule(
