@@ -37,7 +37,7 @@ FORMATS: dict[str, dict[str, Any]] = {
 
 def same(ours: Any, theirs: Any) -> None:
     """Scales of every layer."""
-    for side in ("k", "v"):
+    for side in ("k", "v", "q"):
         for one, other in zip(getattr(ours, side), getattr(theirs, side), strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-6)
 
@@ -50,7 +50,8 @@ def test_texts(folder, kind, ranks):
     single, model = (dj.load(folder, tp=count, **OPTIONS, **FORMATS[kind]) for count in (1, ranks))
     if FORMATS[kind].get("calibration"):
         same(model.engine.cache_scales, single.engine.cache_scales)
-        assert len({float(scale) for scale in np.ravel(model.engine.cache_scales.v)}) > 1
+        found: Any = model.engine.cache_scales
+        assert len({float(scale) for scale in np.ravel(found.v)}) > 1
     texts = served(model, GREEDY)
     assert texts == served(single, GREEDY)
     if kind == "fp8":
@@ -103,7 +104,7 @@ def test_scales_are_saved_found_on_traffic_and_read_from_a_checkpoint(folder, tm
     scaled.mkdir()
     (scaled / "config.json").write_text((folder / "config.json").read_text())
     save_file(tensors, scaled / "model.safetensors", metadata={"format": "pt"})
-    found = dj.load(scaled, draft=False, tp=8, cache_dtype="auto", **OPTIONS).engine.take_pools()[0]
+    found: Any = dj.load(scaled, draft=False, tp=8, cache_dtype="auto", **OPTIONS).engine.take_pools()[0]
     assert [float(shard.data[0]) * 64 for shard in found.k_scale[1].addressable_shards] == [1, 1, 2, 2, 4, 4, 8, 8]
 
 
@@ -127,6 +128,7 @@ def test_latents(kind):
     draft, ranks = replace(DRAFT, target_layer_ids=(-1, 0)), local_ranks(2)
     assert ranks is not None
     options = ALONE | {"cache_dtype": kind, "scales_from_traffic": kind == "fp8"}
+    options |= {"query_dtype": "fp8"} if kind == "fp8" else {}
     pair = Pair(LATENTS, draft, **options)
     prompts = [np.random.default_rng(2).integers(0, 90, 20).tolist()]
     expected, found = pair.run(prompts)[:2], pair.engine.cache_scales
@@ -139,6 +141,8 @@ def test_latents(kind):
     assert len({np.asarray(shard.data).tobytes() for shard in pool.addressable_shards}) == 1
     if kind == "fp8":
         same(pair.engine.cache_scales, found)
+        assert found is not None
+        assert found.q
 
 
 def test_dealt_out_latents_keep_their_dtype():
