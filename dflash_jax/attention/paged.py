@@ -144,18 +144,8 @@ class PagedAttend:
             zero_centered=layer.zero_centered, beside=layer.beside, **norms,
         )  # fmt: skip
         q, (_, k, v) = q.reshape(*qkv.shape[:2], *q.shape[1:]), layer.heads(qkv, rotary)
-        out = heads_over_ranks(
-            q,
-            k,
-            v,
-            k_pages,
-            v_pages,
-            of_layer(self.page_table, i),
-            self.seq_lens,
-            self.q_lens,
-            self.dealt,
-            scale=layer.scale,
-        )
+        table, spread = of_layer(self.page_table, i), {"interleave": self.interleave, "scale": layer.scale}
+        out = heads_over_ranks(q, k, v, k_pages, v_pages, table, self.seq_lens, self.q_lens, self.dealt, **spread)
         return out, cache.with_layer(i, k=k_pages, v=v_pages)
 
     def _parts(self, layer: Attention) -> SharedPages | None:
