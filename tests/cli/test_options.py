@@ -23,6 +23,7 @@ TYPED = {
     "weight_dtype": ("int8", "int8"), "draft_weight_dtype": ("fp8", "fp8"), "verify_length": ("auto", "auto"),
     "draft_window": ("128", 128), "exact": (None, True), "tp": ("2", 2), "vision": ("no", False),
     "decode_context_parallel_size": ("2", 2),
+    "cp_kv_cache_interleave_size": ("16", 16),
     "revision": ("v1", "v1"), "draft_revision": ("v2", "v2"), "calibration": ("FILE", ["a"]), "cache_scales": ("s.json", "s.json"),
 }  # fmt: skip
 

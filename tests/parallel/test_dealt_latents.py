@@ -52,16 +52,23 @@ def single() -> Pair:
     return Pair(TARGET, DRAFT, edit=some_are_likely, **SHAPE)
 
 
-@pytest.mark.few("2")
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_texts(single, ranks):
+@pytest.mark.few("2-None", "4-4")
+@pytest.mark.parametrize(("ranks", "interleave"), [(2, None), (4, None), (4, 4)])
+def test_texts(single, ranks, interleave):
     shared = local_ranks(ranks, dealt=ranks)
     assert shared is not None
     weights = {"target": random_params(TARGET, 0), "draft": random_params(DRAFT, 1, 1.0)}
     some_are_likely(weights)
     weights = shared_weights([(TARGET, family_for(TARGET)), (DRAFT, family_for(DRAFT))], weights, shared)
     pair = Pair(TARGET, DRAFT, **SHAPE)
-    pair.engine = Engine(TARGET, DRAFT, weights, programs=Programs(ranks=shared), **SHAPE | {"page_size": 16 * ranks})
+    pair.engine = Engine(
+        TARGET,
+        DRAFT,
+        weights,
+        programs=Programs(ranks=shared),
+        interleave=interleave,
+        **SHAPE | {"page_size": 16 * ranks},
+    )
     params = SamplingParams(max_tokens=24, ignore_eos=True)
     tokens, counts, _ = pair.run(prompts(), params)
     expected, accepted, _ = single.run(prompts(), params)
@@ -95,7 +102,8 @@ def test_refusals():
     with pytest.raises(ParameterError, match="each of tp=2 has some of qwen3's 8 key heads for itself: leave it out"):
         check_sharing(TARGETS["Qwen3-8B"], draft, dealt)
     with pytest.raises(
-        ParameterError, match="page_size=8 verifies up to 9 tokens of a sequence, the drafter's blocks have 16"
+        ParameterError,
+        match="runs of 8 tokens on a device verifies up to 9 tokens of a sequence, the drafter's blocks have 16",
     ):
         check_sharing(target, DRAFTERS["Qwen3-8B-DFlash-b16"], dealt)
 
