@@ -118,15 +118,18 @@ def test_programs_lower(name, slots, count, kept, monkeypatch):
     assert meetings == 2 * 3 + choices + (2 * 2 if dealt > 1 else 0)
 
 
-@pytest.mark.few("dense-1-*")
-@pytest.mark.parametrize(("name", "slots", "count"), [("dense", 1, 2), ("dense", 8, 4), ("experts", 8, 4)])
-def test_greedy_loops_exchange_in_kernels(name, slots, count):
+@pytest.mark.few("dense-1-2-None")
+@pytest.mark.parametrize(
+    ("name", "slots", "count", "kept"),
+    [("dense", 1, 2, None), ("dense", 8, 4, None), ("experts", 8, 4, None), ("dense", 1, 2, "fp8")],
+)
+def test_greedy_loops_exchange_in_kernels(name, slots, count, kept):
     """Where memory lies is gathered before the loop, for layers and for choices; in it nobody waits for a collective."""
     device = jax.sharding.AbstractDevice(device_kind=KIND, num_cores=None, platform="gpu")
     mesh = jax.sharding.AbstractMesh((count,), (AXIS,), (jax.sharding.AxisType.Auto,), abstract_device=device)
     ranks = Ranks(mesh)
     with jax.sharding.use_abstract_mesh(ranks.mesh):
-        engine = engine_of(name, ranks, slots)
+        engine = engine_of(name, ranks, slots, cache_dtype=kept)
         jobs = Jobs(engine, engine.setup(mode="greedy", draft=True), STOP_WIDTH)
         jobs.prepare = partial(lowered, ranks)
         cycles = jobs.loop(slots, 8)()
