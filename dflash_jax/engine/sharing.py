@@ -91,5 +91,6 @@ def _refusals(config: DecoderConfig, ranks: int) -> Iterator[str]:
             yield f"{count} key heads neither divide {ranks} nor are a multiple of it"
     if traits.feed_forward != "moe" and traits.inner % ranks:
         yield f"feed-forwards of {traits.inner} are no multiple of {ranks}"
-    if traits.experts is not None and traits.experts.count % ranks:
-        yield f"{traits.experts.count} experts are no multiple of {ranks}"
+    experts = 0 if traits.experts is None else traits.experts.count - traits.experts.shared
+    if experts % ranks:
+        yield f"{experts} experts are no multiple of {ranks}"
