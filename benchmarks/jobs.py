@@ -79,6 +79,7 @@ BENCHMARKS = {
     "moe_30b": ("moe.py --shape Qwen3-30B-A3B --without-ragged --tokens 1 8 16 128 512", 120),
     "structured": ("structured.py --shapes qwen3-4b", 90),
     "serving": ("serving.py --shapes qwen3-4b", 130),
+    "serving_late": ("serving.py --shapes qwen3-4b --late-dispatch", 130),
     "moe_lite": ("moe.py --without-ragged --tokens 1 16 128 512 2048", 120),
 }
 # Commands of rows that need several GPUs at once, which a job here does not get.

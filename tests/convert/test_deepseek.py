@@ -13,7 +13,7 @@ from dflash_jax.attention.dense import dense_attend
 from dflash_jax.checkpoints.converted import open_converted
 from dflash_jax.checkpoints.huggingface import open_checkpoint
 from dflash_jax.cli.info import collect, lines
-from dflash_jax.errors import CheckpointError, ConfigError
+from dflash_jax.errors import CheckpointError
 from dflash_jax.models import bind
 
 CONFIG: dict[str, Any] = {
@@ -138,16 +138,6 @@ def test_float8_that_no_file_tells_of_is_refused(hf):
     with pytest.raises(CheckpointError, match="has dtype float8_e4m3fn, expected bfloat16, float16, float32") as caught:
         open_checkpoint(hf.write("unsaid", CONFIG, hf.tensors(CONFIG, extra=BIASES) | scaled))
     assert f"tensor {name}_scale_inv is not one that this configuration has" in str(caught.value)
-
-
-def test_int4_experts_of_a_vision_model_are_refused(hf):
-    packed = {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": {"num_bits": 4}}}}
-    outer = {
-        "architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25",
-        "text_config": CONFIG | {"quantization_config": packed},
-    }  # fmt: skip
-    with pytest.raises(ConfigError, match=r"quantised.*compressed-tensors"):
-        open_checkpoint(hf.write("k25", outer, hf.tensors(CONFIG, extra=BIASES)))
 
 
 def test_the_text_model_of_a_vision_model(hf, bits):

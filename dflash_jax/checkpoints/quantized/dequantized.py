@@ -165,6 +165,16 @@ def pairs_from(least: int) -> Decoder:
     return decode
 
 
+def unpacked(words: np.ndarray, bits: int) -> np.ndarray:
+    """Whole numbers of four or eight bits in 32-bit words along the last axis, the first in the lowest bits, as uint8."""
+    whole = np.ascontiguousarray(words).view(np.uint8)
+    if bits == 8:
+        return whole
+    numbers = np.empty((*whole.shape[:-1], 2 * whole.shape[-1]), np.uint8)
+    numbers[..., 0::2], numbers[..., 1::2] = whole & 15, whole >> 4
+    return numbers
+
+
 def read(tensor: Tensor) -> np.ndarray:
     """A tensor's values in new memory."""
     if tensor.dtype == "F8_E8M0":
@@ -217,13 +227,15 @@ def columns_index(width: int, group: int) -> np.ndarray | None:
     return None if group >= width else np.arange(width) // group
 
 
-def read_index(tensor: Tensor, groups: int) -> np.ndarray:
-    """For each column, its group as a tensor has it.
+def read_index(tensor: Tensor, groups: int) -> np.ndarray | None:
+    """For each column, its group as a tensor has it. None where it holds -1, which says that columns are in order.
 
     Raises:
       CheckpointError: it names a group that has no scale.
     """
     index = read(tensor).astype(np.intp)
+    if (index == -1).any():
+        return None
     if index.size and not (index.min() >= 0 and index.max() < groups):
         raise CheckpointError(
             str(tensor.path),

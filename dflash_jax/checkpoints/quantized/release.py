@@ -81,3 +81,15 @@ def positive_pair(value: Any) -> tuple[int, int] | None:
     if isinstance(value, list | tuple) and len(value) == 2 and all(type(one) is int and one > 0 for one in value):
         return value[0], value[1]
     return None
+
+
+def group_size(said: Mapping[str, Any]) -> int | None:
+    """Columns of a group; None where all are in one. Raises ConfigError for what is no size."""
+    size = said.get("group_size")
+    if size is None or size == -1:
+        return None
+    if isinstance(size, bool) or not isinstance(size, int) or size <= 0:
+        raise ConfigError(
+            f"config.json: group_size in {KEY} must be a positive integer, or -1 for one group, got {shown(size)}"
+        )
+    return size

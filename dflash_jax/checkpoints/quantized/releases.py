@@ -6,14 +6,22 @@ from typing import Any
 import numpy as np
 
 from dflash_jax.checkpoints.converted import main_dtype
+from dflash_jax.checkpoints.quantized.awq import read_awq
+from dflash_jax.checkpoints.quantized.compressed import read_compressed
 from dflash_jax.checkpoints.quantized.dequantized import Dequantized
 from dflash_jax.checkpoints.quantized.float8 import read_float8
+from dflash_jax.checkpoints.quantized.gptq import read_gptq
 from dflash_jax.checkpoints.quantized.release import KEY, Release
 from dflash_jax.checkpoints.safetensors import Tensor
 from dflash_jax.options import FLOAT_DTYPES
 
 # By `quant_method`. Each reads the `quantization_config`, and raises ConfigError for what it does not read.
-FORMATS: Mapping[str, Callable[[Mapping[str, Any]], Release]] = {"fp8": read_float8}
+FORMATS: Mapping[str, Callable[[Mapping[str, Any]], Release]] = {
+    "awq": read_awq,
+    "compressed-tensors": read_compressed,
+    "fp8": read_float8,
+    "gptq": read_gptq,
+}
 # What is left for `quantization.cache_scheme` of a file that also says how keys and values are kept.
 _OF_CACHE = "kv_cache_scheme"
 
@@ -52,9 +60,9 @@ def _of_weights(said: Mapping[str, Any]) -> bool:
     if not isinstance(method, str) or method not in FORMATS:
         return False
     groups = said.get("config_groups")
-    return not isinstance(groups, Mapping) or any(
-        not isinstance(group, Mapping) or group.get("weights") is not None for group in groups.values()
-    )
+    if not isinstance(groups, Mapping):
+        return groups is not None or method != "compressed-tensors"
+    return any(not isinstance(group, Mapping) or group.get("weights") is not None for group in groups.values())
 
 
 def dequantized(

@@ -61,8 +61,8 @@ class Scaled(Matrix):
         grid = scales(self.scales.part(low * groups, (high - low, groups)))[place - low]
         zeros = None if self.zeros is None else self.zeros(low, high)[place - low]
         index = columns_index(self.shape[-1], block_columns)
-        if self.order is not None:
-            index = read_index(self.order, groups)
+        if self.order is not None and (found := read_index(self.order, groups)) is not None:
+            index = found
         return Rows(codes, self.decode, grid, zeros, index)
 
 

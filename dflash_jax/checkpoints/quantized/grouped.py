@@ -1,0 +1,163 @@
+"""Matrices stored with input channels first, in words of 32 bits, and groups of them that share scales and zeros: GPTQ's and AWQ's.
+
+X.scales  [G, F], one for each group and output channel
+X.qzeros  int32 [G, F * bits / 32], packed along output channels
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from dflash_jax.checkpoints.quantized.dequantized import (
+    Decoder,
+    Matrix,
+    Rows,
+    bytes_from,
+    columns_index,
+    pairs_from,
+    read_columns,
+    read_index,
+    scales,
+)
+from dflash_jax.checkpoints.quantized.release import Found
+from dflash_jax.checkpoints.safetensors import Tensor, chunks
+from dflash_jax.options import FLOAT_DTYPES
+
+BITS = (4, 8)
+_DECODERS: Mapping[int, Decoder] = {4: pairs_from(0), 8: bytes_from(0)}
+_SUFFIXES = (".qweight", ".qzeros", ".scales", ".g_idx")
+SUFFIXES: Mapping[str, str] = dict.fromkeys(_SUFFIXES, ".weight")
+
+
+@dataclass(frozen=True)
+class Grouped(Matrix):
+    """A matrix `[F, D]` whose codes stand as `[D, F]`.
+
+    Attributes:
+      bits: of a code.
+      group: input channels of a group.
+      order: the group of each input channel, where a tensor has it.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor
+    shape: tuple[int, ...]
+    bits: int
+    group: int
+    order: Tensor | None = None
+
+    @property
+    def stored(self) -> tuple[Tensor, ...]:
+        return (self.codes, self.scales, self.zeros, *(() if self.order is None else (self.order,)))
+
+    def rows(self, first: int, last: int) -> Rows:
+        groups = self.scales.shape[0]
+        grid = scales(self.scales, lambda tensor: read_columns(tensor, first, last))
+        index = columns_index(self.shape[-1], self.group)
+        if self.order is not None and (found := read_index(self.order, groups)) is not None:
+            index = found
+        codes, decode = self.read_codes(first, last)
+        zeros = self.read_zeros(first, last).astype(np.float32)
+        return Rows(codes, decode, np.ascontiguousarray(grid.T), np.ascontiguousarray(zeros.T), index)
+
+    @abstractmethod
+    def read_codes(self, first: int, last: int) -> tuple[np.ndarray, Decoder]:
+        """Of output channels `first` to before `last`, and what decodes them; see `Rows`."""
+
+    @abstractmethod
+    def read_zeros(self, first: int, last: int) -> np.ndarray:
+        """Of the same, whole numbers `[G, last - first]`."""
+
+    def words(self, tensor: Tensor, first: int, last: int) -> tuple[np.ndarray, slice]:
+        """The words that hold these columns of a tensor packed along them, and which of their numbers are these columns."""
+        per_word = 32 // self.bits
+        low = first // per_word
+        found = read_columns(tensor, low, -(-last // per_word))
+        return found, slice(first - low * per_word, last - low * per_word)
+
+
+def decoder(bits: int) -> Decoder:
+    """What makes numbers of codes in their first bytes' order."""
+    return _DECODERS[bits]
+
+
+def finder(
+    make: Callable[..., Grouped], bits: int, group: int | None, *, packed_inputs: bool
+) -> Callable[[Mapping[str, Tensor], Collection[str], list[str]], dict[str, Found]]:
+    """See `Release.find`.
+
+    Args:
+      make: the class of the matrices.
+      group: input channels of a group; None for all.
+      packed_inputs: whether a word of codes holds input channels, otherwise output channels.
+    """
+    return partial(_find, make, bits, group, packed_inputs)
+
+
+def _find(
+    make: Callable[..., Grouped],
+    bits: int,
+    group: int | None,
+    packed_inputs: bool,
+    tensors: Mapping[str, Tensor],
+    lost: Collection[str],
+    problems: list[str],
+) -> dict[str, Found]:
+    found = {}
+    for name in tensors:
+        module = name.removesuffix(".qweight")
+        weight = f"{module}.weight"
+        if module == name or weight in lost:
+            continue
+        parts = {suffix: tensors[module + suffix] for suffix in _SUFFIXES if module + suffix in tensors}
+        names = [one.name for one in parts.values()]
+        bias = tensors.get(f"{module}.bias")
+        if bias is not None and not any(piece.any() for piece in chunks(bias)):
+            names.append(bias.name)  # older tools give every module one
+        matrix = _matrix(make, bits, group, packed_inputs, module, parts, problems)
+        found[weight] = Found(matrix, names)
+    return found
+
+
+def _matrix(
+    make: Callable[..., Grouped],
+    bits: int,
+    group: int | None,
+    packed_inputs: bool,
+    module: str,
+    parts: Mapping[str, Tensor],
+    problems: list[str],
+) -> Grouped | None:
+    """A module's matrix; None with what is wrong with its tensors."""
+    codes, per_word = parts[".qweight"], 32 // bits
+    if missing := [module + suffix for suffix in (".qzeros", ".scales") if suffix not in parts]:
+        problems.append(f"tensor {codes.name} has no {' and no '.join(missing)}; fetch the tensors again")
+        return None
+    if codes.dtype != "I32" or len(codes.shape) != 2 or not codes.size:
+        problems.append(
+            f"tensor {codes.name} is {codes.dtype_name} {list(codes.shape)}, expected a matrix of int32 words"
+        )
+        return None
+    inner, outer = codes.shape
+    inner, outer = (inner * per_word, outer) if packed_inputs else (inner, outer * per_word)
+    size = group or inner
+    groups = -(-inner // size)
+    expected = {
+        ".qzeros": (("int32",), (groups, -(-outer // per_word))),
+        ".scales": (FLOAT_DTYPES, (groups, outer)),
+        ".g_idx": (("int32", "int64"), (inner,)),
+    }
+    wrong = [
+        f"tensor {parts[suffix].name} is {parts[suffix].dtype_name} {list(parts[suffix].shape)}, expected {' or '.join(kinds)} "
+        f"{list(shape)} beside {codes.name} of shape {list(codes.shape)}; fetch it again"
+        for suffix, (kinds, shape) in expected.items()
+        if suffix in parts and (parts[suffix].shape != shape or parts[suffix].dtype_name not in kinds)
+    ]
+    problems += wrong
+    if wrong:
+        return None
+    return make(codes, parts[".scales"], parts[".qzeros"], (outer, inner), bits, size, parts.get(".g_idx"))
