@@ -2,6 +2,7 @@
 
 import inspect
 from dataclasses import fields
+from typing import Any
 
 import pytest
 
@@ -82,5 +83,6 @@ def test_what_no_model_could_take_is_refused(given, message):
 
 
 def test_an_unknown_option_is_named():
+    unknown: Any = {"max_batches": 3}
     with pytest.raises(TypeError, match="unexpected keyword argument 'max_batches'; there are draft, dtype"):
-        dj.load(max_batches=3)
+        dj.load(**unknown)

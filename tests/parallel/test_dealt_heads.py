@@ -102,15 +102,16 @@ def test_refusals():
     experts = MOE_TARGETS["Qwen3-30B-A3B"]
     check_sharing(experts, None, LoadOptions(tp=8, decode_context_parallel_size=2))
     check_sharing(replace(TARGETS["Qwen3-8B"], num_kv_heads=1), None, LoadOptions(tp=4, decode_context_parallel_size=4))
+    uneven, alone = (
+        LoadOptions(page_size=64, cp_kv_cache_interleave_size=48),
+        LoadOptions(cp_kv_cache_interleave_size=16),
+    )
     for options, reason in (
-        (
-            {"page_size": 64, "cp_kv_cache_interleave_size": 48},
-            "cp_kv_cache_interleave_size=48 must divide page_size=64",
-        ),
-        ({"cp_kv_cache_interleave_size": 16}, "is for pages that are spread: give decode_context_parallel_size"),
+        (uneven, "cp_kv_cache_interleave_size=48 must divide page_size=64"),
+        (alone, "is for pages that are spread: give decode_context_parallel_size"),
     ):
         with pytest.raises(ParameterError, match=reason):
-            check_sharing(experts, None, LoadOptions(**options))
+            check_sharing(experts, None, options)
     with pytest.raises(ParameterError, match="cp_kv_cache_interleave_size must be an integer from 1 to 64, got 65"):
         LoadOptions(cp_kv_cache_interleave_size=65)
     for target, tp, reason in (

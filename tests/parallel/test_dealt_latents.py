@@ -1,6 +1,7 @@
 """Latent pages dealt out to the ranks that share a target: each has a part of every page, and texts are those of one device."""
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -112,7 +113,7 @@ def test_plan(tmp_path):
     """What each device holds of as many tokens is half, and the plan says why."""
     made = Folders(tmp_path)
     folder = made.write("target", CONFIG, made.tensors(CONFIG, extra=BIASES))
-    options = {"max_batch": 2, "max_model_len": 64, "page_size": 16}
+    options: Any = {"max_batch": 2, "max_model_len": 64, "page_size": 16}
     alone, dealt = plan(folder, **options), plan(folder, **options, tp=2, decode_context_parallel_size=2)
     kept = [found["pages"]["num_pages"] * found["pages"]["page_size"] for found in (alone, dealt)]
     assert kept[1] >= kept[0]

@@ -51,8 +51,9 @@ def test_texts(folder, kind, ranks):
     """Eight devices have four key heads: each is on two of them, with its scales."""
     single, model = (dj.load(folder, tp=count, **OPTIONS, **FORMATS[kind]) for count in (1, ranks))
     if FORMATS[kind].get("calibration"):
-        same(model.engine.cache_scales, single.engine.cache_scales)
-        assert len({float(scale) for scale in np.ravel(model.engine.cache_scales.v)}) > 1
+        found: Any = model.engine.cache_scales
+        same(found, single.engine.cache_scales)
+        assert len({float(scale) for scale in np.ravel(found.v)}) > 1
     texts = served(model, GREEDY)
     assert texts == served(single, GREEDY)
     if ranks == 2:
@@ -105,7 +106,7 @@ def test_scales_are_saved_found_on_traffic_and_read_from_a_checkpoint(folder, tm
     scaled.mkdir()
     (scaled / "config.json").write_text((folder / "config.json").read_text())
     save_file(tensors, scaled / "model.safetensors", metadata={"format": "pt"})
-    found = dj.load(scaled, draft=False, tp=8, cache_dtype="auto", **OPTIONS).engine.take_pools()[0]
+    found: Any = dj.load(scaled, draft=False, tp=8, cache_dtype="auto", **OPTIONS).engine.take_pools()[0]
     assert [float(shard.data[0]) * 64 for shard in found.k_scale[1].addressable_shards] == [1, 1, 2, 2, 4, 4, 8, 8]
 
 

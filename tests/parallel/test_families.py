@@ -63,7 +63,7 @@ def test_greedy(kind):
     assert pair.run(prompts)[:2] == expected
     if kind == "states":
         return
-    experts = shared["target"]["layers.1.mlp.experts.down_proj.weight"]
+    experts: Any = shared["target"]["layers.1.mlp.experts.down_proj.weight"]
     assert experts.addressable_shards[1].data.shape == ((4 + (kind == "shared")) * 32, 16)
     pool = pair.engine.take_pools()[0].k[0]
     assert {shard.data.shape[1] for shard in pool.addressable_shards} == {1}

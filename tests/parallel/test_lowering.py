@@ -109,9 +109,9 @@ def test_programs_lower(name, slots, count, kept, monkeypatch):
     dealt = count if name == "latents" else 2 if name == "dealt" else 1
     ranks = Ranks(mesh, dealt)
     name_values_once()
-    with jax.sharding.use_abstract_mesh(ranks.mesh):
+    with jax.sharding.use_abstract_mesh(mesh):
         engine = engine_of(name, ranks, slots, cache_dtype=kept)
-        jobs = Jobs(engine, engine.setup(mode="greedy", draft=True), STOP_WIDTH)
+        jobs: Any = Jobs(engine, engine.setup(mode="greedy", draft=True), STOP_WIDTH)
         jobs.prepare = partial(lowered, ranks)
         cycles, prompts = jobs.loop(slots, 8)(), jobs.prefill(8, 2, 32, slots)()
         texts = [jobs.admit(slots, 1)(), jobs.resize(slots, 2 * slots)()]
@@ -135,9 +135,9 @@ def test_greedy_loops_exchange_in_kernels(name, slots, count, kept):
     device = jax.sharding.AbstractDevice(device_kind=KIND, num_cores=None, platform="gpu")
     mesh = jax.sharding.AbstractMesh((count,), (AXIS,), (jax.sharding.AxisType.Auto,), abstract_device=device)
     ranks = Ranks(mesh)
-    with jax.sharding.use_abstract_mesh(ranks.mesh):
+    with jax.sharding.use_abstract_mesh(mesh):
         engine = engine_of(name, ranks, slots, cache_dtype=kept)
-        jobs = Jobs(engine, engine.setup(mode="greedy", draft=True), STOP_WIDTH)
+        jobs: Any = Jobs(engine, engine.setup(mode="greedy", draft=True), STOP_WIDTH)
         jobs.prepare = partial(lowered, ranks)
         cycles = jobs.loop(slots, 8)()
     found = {meeting: len(re.findall(rf"stablehlo.{meeting}\W", cycles)) for meeting in MEETINGS}
