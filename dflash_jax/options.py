@@ -341,8 +341,7 @@ class LoadOptions:
             raise ParameterError('cache_scales is for cache_dtype "fp8" and "int8", without calibration')
 
     def _check_exact(self) -> None:
-        """Refuses what texts would depend on beside their requests, or what was not shown not to."""
-        several = "one after the other, or in parts that follow what is computed together"
+        """Refuses what texts would depend on beside their requests, whatever the target is."""
         whys = {
             "verify_length": (
                 isinstance(self.verify_length, str),
@@ -351,14 +350,9 @@ class LoadOptions:
             "proposals": (
                 self.proposals == "rejection", "draws tokens from what the drafter proposed: take shared_noise or argmax",
             ),
-            "tp": (self.tp > 1, "adds up over several GPUs, which was not compared: load with tp=1"),
-            "weight_dtype": (
-                self.weight_dtype is not None,
-                f"multiplies by kernels that may add {several}, which was not compared: leave it out",
-            ),
-            "cache_dtype": (
-                self.cache_dtype not in (None, AUTO),  # which is looked at again for the checkpoint
-                f"attends by kernels that may add {several}, which was not compared: leave it out",
+            "decode_context_parallel_size": (
+                self.decode_context_parallel_size > 1,
+                "joins what several GPUs attended to each, which was not compared: leave it out",
             ),
         }  # fmt: skip
         refused = [f"{name}={getattr(self, name)!r} {why}" for name, (wrong, why) in whys.items() if wrong]

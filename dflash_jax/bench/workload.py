@@ -184,7 +184,7 @@ def random_pair(name: str, **options: Unpack[LoadKeywords]) -> Model:
     kind, pair = jax.numpy.dtype(dtype), [(target, families[0]), (draft, families[1])]
     check_sharing(target, draft, asked)
     if asked.exact:
-        check_exact(target)
+        check_exact(target, draft, asked)
     dealt = asked.decode_context_parallel_size
     ranks = local_ranks(asked.tp, dealt=dealt)
     rows, stored = cycle_rows(asked.max_batch, draft), stored_shapes(pair, kind, ranks=ranks)

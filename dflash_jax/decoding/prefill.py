@@ -21,6 +21,7 @@ from dflash_jax.execution.draft_context import context_products
 from dflash_jax.execution.plan import EXACT_PRODUCTS
 from dflash_jax.execution.runner import Planned
 from dflash_jax.models.registry import bind
+from dflash_jax.parallel.collectives import added_in_order
 
 # Positions whose logits are alive at a time where a prompt is scored: 78 MB of a vocabulary of 152k.
 SCORED_AT_ONCE = 128
@@ -132,7 +133,7 @@ def _filled(
     target = bind(setup.target, weights["target"])
     rows = jnp.arange(ids.shape[1])
     positions = starts[:, None] + rows
-    with jax.named_scope("prefill"):
+    with jax.named_scope("prefill"), added_in_order(setup.exact):
         related = ids.shape[0] > 1
         shape = None if related or setup.dealt > 1 else page_shape(caches.target, table_width(page_table))
         run = Planned(setup.target_plan(weights, (ids.shape[0], ids.shape[1]), shape))

@@ -79,7 +79,7 @@ def plan_engine(target: Checkpoint, drafter: Checkpoint | None, options: LoadOpt
     weights["target"] = jax.eval_shape(with_their, weights["target"])
     longest = choose_model_len(target.config, options.max_model_len)
     if options.exact:
-        check_exact(target.config)
+        check_exact(target.config, draft, options)
     tower, config = vision_of(target, options), target.config
     if tower is not None:
         config = replace(config, mrope_section=tower.config.mrope_section)
@@ -179,9 +179,11 @@ def plan_for(
     )  # fmt: skip
 
 
-def check_exact(target: DecoderConfig) -> None:
+def check_exact(target: DecoderConfig, draft: DFlashConfig | None, options: LoadOptions) -> None:
     """Raises ParameterError, with every reason, for a target whose texts cannot be exact."""
-    reasons = exact_refusals(layer_traits(target))
+    chosen = choose_verify_length(draft, options.verify_length)
+    tokens = chosen if isinstance(chosen, int) else 1 if draft is None else draft.num_drafts + 1
+    reasons = exact_refusals(layer_traits(share_config(target, options.tp)), tokens, options.cache_dtype)
     if any(spec.index for spec in layer_specs(target)):
         reasons.append("an indexer chooses which keys a token sees, by programs that follow the context's length")
     if getattr(target, "logit_softcap", 0.0):

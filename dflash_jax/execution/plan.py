@@ -11,6 +11,7 @@ call's shape, the stored weights and the device that is traced for. The plan kee
 """
 
 import functools
+import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -30,7 +31,8 @@ from dflash_kernels import (
     rank_exchange_refusal,
     routed_experts_refusal,
 )
-from dflash_kernels.core.device import target
+from dflash_kernels.attention.mla.launch import NARROW_ROWS
+from dflash_kernels.core.device import HOPPER, target
 
 from dflash_jax.execution import switches
 from dflash_jax.models.traits import LayerTraits
@@ -73,6 +75,9 @@ EXACT_PRODUCTS = {
     "xla_gpu_enable_triton_gemm": False,
     "xla_allow_excess_precision": False,
 }
+
+# Formats of pages of heads that kernels widen, of which each reads in an order of its own; others are XLA's.
+WIDENED = ("fp8", "int8")
 
 # In the layers: from the stream to what mixes tokens, from there to the stream, and of the feed-forward.
 MATRICES = (
@@ -278,14 +283,39 @@ def choose(
     )
 
 
-def exact_refusals(traits: LayerTraits) -> list[str]:
-    """Why a token's bits would depend on what is computed beside it, whatever shape calls have, or are not known not to."""
+def exact_refusals(traits: LayerTraits, tokens: int, cache_dtype: str | None = None) -> list[str]:
+    """Why a token's bits would depend on what is computed beside it, whatever shape calls have, or are not known not to.
+
+    Args:
+      traits: of a rank's share of the target.
+      tokens: of a slot in a cycle.
+      cache_dtype: of the target's pages.
+    """
     reasons = []
     if traits.delta is not None:
         reasons.append("gated delta nets sum the tokens of a block in another order than one after the other")
     if traits.convolved:
         reasons.append("sublayers are convolved along the tokens")
+    if traits.attention == "heads" and cache_dtype in WIDENED:
+        reasons.append(
+            f"kernels of attention over pages in {cache_dtype!r} deal keys out by how many there are and round a token's weights "
+            "by those of its block: leave cache_dtype out"
+        )
+    if traits.attention == "latent" and cache_dtype == "fp8" and tokens > 1 and tokens * traits.heads <= NARROW_ROWS:
+        reasons.append(
+            f"the kernel for up to {NARROW_ROWS} queries over latent rows in float8 deals keys out by how many there are: take "
+            'cache_dtype="fp8_packed", or leave it out'
+        )
+    if target().platform == "gpu" and target().capability != HOPPER and _has_triton():
+        reasons.append(
+            f"Triton's kernels of attention, which {target().kind} runs, deal keys out by how many there are: uninstall "
+            "jax-triton, or take a Hopper GPU"
+        )
     return reasons
+
+
+def _has_triton() -> bool:
+    return all(importlib.util.find_spec(name) is not None for name in ("triton", "jax_triton"))
 
 
 def _exchange_refusal(traits: LayerTraits, ranks: int, *, loops: bool) -> str | None:

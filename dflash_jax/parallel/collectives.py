@@ -18,6 +18,7 @@ from dflash_jax.parallel.ranks import AXIS
 # Of a sum in sixteen bits: up to so many bytes all ranks' parts go to every rank, which takes no longer and adds in one order.
 GATHERED_BYTES = 1 << 20
 
+_ORDERED: ContextVar[bool] = ContextVar("ordered", default=False)
 _WORDS: ContextVar[RankExchange | None] = ContextVar("words", default=None)
 
 
@@ -36,6 +37,17 @@ def meeting_in(exchange: RankExchange | None) -> Iterator[None]:
         _WORDS.reset(token)
 
 
+@contextmanager
+def added_in_order(ordered: bool) -> Iterator[None]:
+    """What is traced inside adds up in order of ranks however large a message is, where `ordered`: so a row's bits do not depend on
+    its place among the rows."""
+    token = _ORDERED.set(ordered)
+    try:
+        yield
+    finally:
+        _ORDERED.reset(token)
+
+
 def ranks_here() -> int:
     """Ranks that share the program being traced; 1 outside of `compile.over_ranks`."""
     mesh = jax.sharding.get_abstract_mesh()
@@ -52,14 +64,15 @@ def reduced(x: Float[Array, "..."]) -> Float[Array, "..."]:
 
     Two numbers have one sum. More are gathered and added one after the other: the order in which a ring adds depends on where in a
     message a number stands, and so on the number of rows. Large messages in sixteen bits, which promise nothing of that kind, are
-    added up in shares, each by one rank, which every rank then has from it.
+    added up in shares, each by one rank, which every rank then has from it; inside of `added_in_order` they are gathered as well.
     """
     ranks = ranks_here()
     if ranks == 1:
         return x
     if ranks == 2:
         return jax.lax.psum(x, AXIS)
-    if x.dtype != jnp.float32 and x.size * x.dtype.itemsize > GATHERED_BYTES and x.size % ranks == 0:
+    large = x.dtype != jnp.float32 and x.size * x.dtype.itemsize > GATHERED_BYTES and x.size % ranks == 0
+    if large and not _ORDERED.get():
         share = jax.lax.psum_scatter(x.reshape(ranks, -1), AXIS)
         return jax.lax.all_gather(share, AXIS).reshape(x.shape)
     parts = jax.lax.all_gather(x, AXIS)

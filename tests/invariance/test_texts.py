@@ -1,14 +1,175 @@
-"""On a GPU in bfloat16: `exact` texts of the pair that ships, whatever is drafted and whoever is served beside it."""
+"""`exact` texts in bfloat16: the same whatever is drafted and whoever is served beside it. Small pairs of every kind that the mode
+takes, on a CPU and on a GPU, and on a GPU the pair that ships."""
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 import dflash_jax as dj
+from dflash_jax.checkpoints.weights import shared_weights
+from dflash_jax.compile.programs import Programs
+from dflash_jax.engine import Engine
+from dflash_jax.engine.planning import check_exact
+from dflash_jax.engine.requests import Request
+from dflash_jax.errors import ParameterError
+from dflash_jax.models import DeepseekConfig, family_for
+from dflash_jax.models.heads import MarkovConfig, SelectorConfig
+from dflash_jax.models.qwen3_moe import Qwen3MoeConfig
+from dflash_jax.options import LoadOptions
+from dflash_jax.parallel import collectives
+from dflash_jax.parallel.ranks import local_ranks
+from dflash_jax.quantization.mxfp4 import Mxfp4
+from dflash_jax.quantization.weights import quantise_weights
+
+from ..hybrid_pair import hybrid_config
+from ..models import test_gpt_oss
+from ..random_pair import VOCAB, Pair, draft_config, random_prompts, target_config
 
 PROMPTS = Path(__file__).parent.parent / "data" / "heldout_prompts.json"
-pytestmark = pytest.mark.gpu
+EXACT: Any = {"exact": True, "dtype": jnp.dtype("bfloat16"), "page_size": 32, "max_batch": 4}
+LENGTHS = (40, 70, 20, 33, 50, 3, 33, 1)
+GREEDY = dj.SamplingParams(max_tokens=40)
+SAMPLED = dj.SamplingParams(max_tokens=40, temperature=0.9, top_p=0.9, top_k=30, seed=5)
+
+SIZES: Any = {"vocab_size": VOCAB, "hidden_size": 40, "intermediate_size": 64, "num_layers": 2, "windows": (None,) * 2}
+EXPERTS: Any = {"num_experts": 4, "experts_per_token": 2, "moe_intermediate_size": 16, "norm_routing_weights": True}
+LATENT = DeepseekConfig(
+    **SIZES, **EXPERTS, num_heads=3, num_kv_heads=3, head_dim=14, q_lora_rank=20, kv_lora_rank=128, qk_nope_head_dim=8,
+    qk_rope_head_dim=6, v_head_dim=10, num_shared_experts=1, routing="noaux_tc", num_groups=1, groups_per_token=1,
+    routing_scale=1.5, num_dense_layers=1,
+)  # fmt: skip
+
+
+def in_sixteen_bits(weights: Any, kind: Any = None) -> None:
+    """And the target's large matrices in `kind`. The drafter is right now and then: it shares the target's embedding and says
+    little of its own."""
+    for name in weights["draft"]:
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            weights["draft"][name] = weights["draft"][name] * 0.0
+    for role, table in weights.items():
+        weights[role] = {name: array.astype(jnp.bfloat16) for name, array in table.items()}
+    if kind is not None:
+        weights["target"] = quantise_weights(weights["target"], kind)
+
+
+def small(target: Any = None, draft: Any = None, kind: Any = None, **options: Any) -> Pair:
+    """Four slots verify sixteen rows: of other numbers a CPU's batched products depend on a row's place."""
+    return Pair(
+        target, draft or draft_config(block_size=4), edit=partial(in_sixteen_bits, kind=kind), **EXACT | options
+    )
+
+
+def of_gpt_oss(**options: Any) -> Pair:
+    """Windows, sinks, biases and experts in four bits."""
+    made, *_ = test_gpt_oss.make_pair()
+    weights = {
+        role: {name: _narrowed(array) for name, array in table.items()} for role, table in made.engine.weights.items()
+    }
+    pair = object.__new__(Pair)
+    pair.target, pair.draft = made.target, made.draft
+    pair.engine = Engine(target=made.target, draft=made.draft, weights=weights, max_model_len=160, **EXACT | options)
+    return pair
+
+
+def _narrowed(weight: Any) -> Any:
+    return replace(weight, dtype=EXACT["dtype"]) if isinstance(weight, Mxfp4) else weight.astype(EXACT["dtype"])
+
+
+def shared(ranks: int, kind: Any = None, **options: Any) -> Pair:
+    """Of devices that share heads, feed-forwards and the vocabulary."""
+    devices = local_ranks(ranks)
+    assert devices is not None
+    sizes: Any = {"vocab_size": 96, "num_heads": 4, "num_kv_heads": 2}
+    target, draft = target_config(**sizes), draft_config(**sizes, block_size=4, mask_token_id=95)
+    pair = small(target, draft, kind, **options)
+    both = [(config, family_for(config)) for config in (target, draft)]
+    weights = shared_weights(both, pair.engine.weights, devices)
+    programs = Programs(ranks=devices)
+    pair.engine = Engine(target, draft, weights, programs=programs, max_model_len=160, **EXACT | options)
+    return pair
+
+
+PAIRS: dict[str, Callable[..., Pair]] = {
+    "heads": small,
+    "windows": partial(small, target_config(windows=(20, None))),
+    "experts": partial(small, Qwen3MoeConfig(**SIZES, **EXPERTS, num_heads=4, num_kv_heads=2, head_dim=16)),
+    "latents": partial(small, LATENT),
+    "sinks and windows": of_gpt_oss,
+    "DSpark": partial(small, None, draft_config(block_size=4, head=MarkovConfig(rank=6))),
+    "DFlash 2": partial(small, None, draft_config(block_size=4, head=SelectorConfig(rank=6, top_k=5), conv_taps=2, conv_group=8)),
+    "weights in int8": partial(small, kind="int8"),
+    "weights in fp8": partial(small, kind="fp8"),
+    "weights and rows in fp8": partial(small, kind="fp8_dynamic", max_batch=16),
+    "pages in fp8_e5m2": partial(small, cache_dtype="fp8_e5m2"),
+    "pages in int8_keys": partial(small, cache_dtype="int8_keys"),
+    "latent rows in fp8": partial(small, LATENT, cache_dtype="fp8"),
+    "latent rows packed": partial(small, LATENT, cache_dtype="fp8_packed"),
+    "two devices": partial(shared, 2),
+    "four devices": partial(shared, 4),
+}  # fmt: skip
+PLACES = ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.few("cpu-weights in int8", "cpu-latent rows in fp8", "cpu-four devices")
+@pytest.mark.parametrize("kind", PAIRS)
+@pytest.mark.parametrize("place", PLACES)
+def test_small_pairs(place: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafted, plain, alone, in batches of up to eight, again with the prompts' pages, and with pages for fewer."""
+    if len(jax.devices()) < (needed := {"two devices": 2, "four devices": 4}.get(kind, 1)):
+        pytest.skip(f"{needed} GPUs are not here")
+    # Messages of every size are large ones: what promises nothing is never added up in shares.
+    monkeypatch.setattr(collectives, "GATHERED_BYTES", 0)
+    pair, prompts = PAIRS[kind](), random_prompts(LENGTHS)
+    each = [(GREEDY, SAMPLED)[index % 2] for index in range(len(prompts))]
+    plain, ones, _ = pair.run(prompts, each, draft=False)
+    drafted, counts, _ = pair.run(prompts, each)
+    assert drafted == plain
+    assert {count for row in ones for count in row} == {1}
+    assert max(max(row) for row in counts) > 1, "nothing that was proposed stood"
+    for some in ([1], [0, 5, 3]):
+        again = pair.run([prompts[index] for index in some], [each[index] for index in some])[0]
+        assert again == [plain[index] for index in some]
+    found = list(pair.engine.run([Request(0, tuple(prompts[1]), GREEDY)]))
+    assert found[0].cached == 64
+    pair.engine = replace(pair.engine, num_pages=6, window_pages=tuple(6 for _ in pair.engine.window_pages))
+    assert pair.run(prompts, each)[0] == plain
+    assert pair.engine.scheduler.stats.preemptions > 0
+
+
+@pytest.mark.parametrize(
+    ("target", "options", "why"),
+    [
+        (hybrid_config(), {}, "gated delta nets sum the tokens of a block in another order"),
+        (target_config(), {"cache_dtype": "fp8"}, "over pages in 'fp8' deal keys out by how many there are"),
+        (target_config(), {"cache_dtype": "int8"}, "round a token's weights by those of its block"),
+        (LATENT, {"cache_dtype": "fp8", "verify_length": 4}, "the kernel for up to 16 queries over latent rows"),
+    ],
+    ids=["gated delta nets", "fp8", "int8", "few latent queries"],
+)
+def test_refused(target: Any, options: Any, why: str) -> None:
+    with pytest.raises(ParameterError, match=why):
+        check_exact(target, draft_config(), LoadOptions(exact=True, **options))
+
+
+def test_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On other GPUs than Hopper, where its kernels would attend."""
+    from ..devices import on
+
+    monkeypatch.setattr("dflash_jax.execution.plan._has_triton", lambda: True)
+    with (
+        on("NVIDIA A100-SXM4-80GB"),
+        pytest.raises(ParameterError, match="Triton's kernels of attention, which NVIDIA A100"),
+    ):
+        check_exact(target_config(), None, LoadOptions(exact=True))
+    with on("NVIDIA H200"):
+        check_exact(target_config(), None, LoadOptions(exact=True))
 
 
 @pytest.fixture(scope="module", params=[1, 8, 32])
@@ -21,11 +182,13 @@ def params(sampled: bool, index: int) -> dj.SamplingParams:
     return dj.SamplingParams(max_tokens=128, ignore_eos=True, **law)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
-def test_texts_are_their_requests_own(model: dj.Model, sampled: bool) -> None:
+def test_the_shipped_pair(model: dj.Model, sampled: bool) -> None:
     """The second and third runs find the prompts' pages."""
     prompts = [row["text"] for row in json.loads(PROMPTS.read_text())]
     each = [params(sampled, index) for index in range(len(prompts))]
-    drafted = [row.token_ids for row in dj.generate(model, prompts, each)]
-    assert [row.token_ids for row in dj.generate(model, prompts, each, draft=False)] == drafted
+    served: Any = partial(dj.generate, model, prompts, each)
+    drafted = [row.token_ids for row in served()]
+    assert [row.token_ids for row in served(draft=False)] == drafted
     assert [dj.generate(model, *one).token_ids for one in zip(prompts, each, strict=True)] == drafted

@@ -1,0 +1,37 @@
+"""What counts equal texts, told the texts: its rows, whatever is loaded."""
+
+import json
+import sys
+from types import SimpleNamespace
+
+
+def test_rows_count_the_texts_that_are_equal(script, monkeypatch, tmp_path):
+    """Of two texts one is another one alone, where requests sample; each row says how it was measured."""
+    exact, loaded = script("exact"), []
+
+    def load(**options):
+        loaded.append(options)
+        return SimpleNamespace()
+
+    monkeypatch.setattr(exact.dj, "load", load)
+    monkeypatch.setattr(exact, "texts", lambda model, prompts, law, draft=True: [[len(prompt)] for prompt in prompts])
+    monkeypatch.setattr(
+        exact,
+        "alone",
+        lambda model, prompts, law: [
+            [len(prompt) if at or law == "greedy" else 0] for at, prompt in enumerate(prompts)
+        ],
+    )
+    words = ["--batch", "1", "8", "--texts", "2", "--out", str(tmp_path), "--commit", "abc"]
+    monkeypatch.setattr(sys, "argv", ["exact.py", *words])
+    exact.main()
+    rows = {row["case"]: row for row in json.loads((tmp_path / "exact.json").read_text())}
+    assert [(one["max_batch"], one["exact"], one["dtype"]) for one in loaded] == [
+        (1, True, "bfloat16"),
+        (8, True, "bfloat16"),
+    ]
+    assert len(rows) == 2 * 2 * 3
+    assert {row["unit"] for row in rows.values()} == {"of 2"}
+    unequal = [case for case, row in rows.items() if row["value"] < 2]
+    assert unequal == [f"shipped pair, {batch} slots, sampled: alone" for batch in (1, 8)]
+    assert {row["command"] for row in rows.values()} == {"python benchmarks/exact.py --batch 1 8 --texts 2"}
