@@ -56,8 +56,9 @@ def test_texts(folder, kind, ranks):
         assert len({float(scale) for scale in np.ravel(found.v)}) > 1
     texts = served(model, GREEDY)
     assert texts == served(single, GREEDY)
-    if ranks == 2:
+    if (kind, ranks) == ("fp8", 2):
         assert served(model, SAMPLED) == served(single, SAMPLED)
+    if ranks == 2:
         assert [tokens for tokens, _ in served(model, GREEDY, draft=False)] == [tokens for tokens, _ in texts]
     (pages, draft), (whole, _), heads = model.engine.take_pools(), single.engine.take_pools(), max(1, 4 // ranks)
     own = [rank * 4 // ranks for rank in range(ranks)]
