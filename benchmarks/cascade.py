@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -26,7 +27,7 @@ from record import Record, arguments
 
 from dflash_jax.attention.cascade import cascade_attention, split_tables
 from dflash_jax.attention.prefill import attend_to_pages
-from dflash_jax.engine.cascade import LayerCost
+from dflash_jax.engine.cascade import LayerCost, Sharers
 from dflash_jax.execution.plan import ONE_GRAPH
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE, OWN = 32, 8, 128, 64, 256
@@ -38,7 +39,7 @@ CALLS, ROUNDS = 24, 7  # of all pools in a program: enough that its own start is
 
 def heads_schedule(lens: jax.Array, t: int, width: int):
     """As a decode loop makes it."""
-    options = {"heads": HEADS, "kv_heads": KV_HEADS, "tokens": t}
+    options: dict[str, Any] = {"heads": HEADS, "kv_heads": KV_HEADS, "tokens": t}
     return paged_schedule(lens, **options) if schedule_helps(len(lens), longest=width * PAGE, **options) else None
 
 
@@ -46,11 +47,11 @@ def alone(q: jax.Array, pools: list, table: jax.Array, lens: jax.Array, shared: 
     """Layers one after the other, each sequence by itself."""
     q_lens = jnp.full(q.shape[:1], q.shape[1], jnp.int32)
     schedule = heads_schedule(lens, q.shape[1], table.shape[1])
+    options: dict[str, Any] = {"page_table": table, "seq_lens": lens, "q_lens": q_lens, "causal": True}
+    call: Callable[..., jax.Array] = functools.partial(attend_to_pages, schedule=schedule, **options)
     for pool in pools:
-        q = q.at[(0,) * 4].set(
-            attend_to_pages(q, *pool, table, lens, q_lens=q_lens, causal=True, schedule=schedule).ravel()[0]
-        )
-    return attend_to_pages(q, *pools[-1], table, lens, q_lens=q_lens, causal=True, schedule=schedule)
+        q = q.at[(0,) * 4].set(call(q, *pool).ravel()[0])
+    return call(q, *pools[-1])
 
 
 def together(q: jax.Array, pools: list, table: jax.Array, lens: jax.Array, shared: jax.Array) -> jax.Array:
@@ -58,7 +59,9 @@ def together(q: jax.Array, pools: list, table: jax.Array, lens: jax.Array, share
     q_lens = jnp.full(q.shape[:1], q.shape[1], jnp.int32)
     parts = split_tables(table, shared, PAGE)
     schedule = heads_schedule(lens - parts.skipped, q.shape[1], table.shape[1])
-    call = functools.partial(cascade_attention, parts=parts, seq_lens=lens, q_lens=q_lens, schedule=schedule)
+    options: dict[str, Any] = {"parts": parts, "seq_lens": lens, "q_lens": q_lens, "schedule": schedule}
+    cascade: Any = cascade_attention  # of the output alone: its lse is not asked for
+    call: Callable[..., jax.Array] = functools.partial(cascade, **options)
     for pool in pools:
         q = q.at[(0,) * 4].set(call(q, *pool).ravel()[0])
     return call(q, *pools[-1])
@@ -120,7 +123,7 @@ def program(form: str, given: tuple, calls: int) -> Callable[[], jax.Array]:
 
 
 def main() -> None:
-    parser = arguments(__doc__)
+    parser = arguments(__doc__ or "")
     parser.add_argument("--shared", type=int, nargs="+", default=SHARED, help="tokens in common")
     parser.add_argument("--sequences", type=int, nargs="+", default=SEQUENCES, help="values of B")
     parser.add_argument("--queries", type=int, nargs="+", default=QUERIES, help="values of T")
@@ -140,7 +143,7 @@ def main() -> None:
             ready = {form: programs[b, t, form].result() for form in FORMS}
             # One element of the queries is another one after each call: never the rows that are compared.
             layer = LayerCost(2 * KV_HEADS * HEAD_DIM * 2, HEADS, KV_HEADS, HEAD_DIM)
-            chosen = "together" if layer.saved_s(b, b, t, shared) > 0 else "alone"
+            chosen = "together" if layer.saved_s([Sharers(b, shared)], b, t) > 0 else "alone"
             errors = {form: check(name, run(), *given) for form, run in ready.items()}
             count = CALLS * (len(given[1]) + 1)
             times = in_turns(ready, count, ROUNDS)
