@@ -235,6 +235,7 @@ class PagedAttend:
         """The queries over their sequences' pages, which hold the queries' own rows already."""
         pool, rank = cache.k[layer.index], layer.w_uv.shape[-1]
         scale = cache.k_scale[layer.index] if cache.k_scale else None
+        q_scale = cache.q_scale[layer.index] if cache.q_scale else None
         tokens, heads, nope = q_nope.shape[1:]
         expands = self.form.expands(tokens, heads=heads, rank=rank, nope=nope, value=layer.w_uv.shape[1])
         if self.dealt > 1 and not expands and tokens <= most_queries(self.dealt, pool.shape[2]):
@@ -243,12 +244,20 @@ class PagedAttend:
             )
         if self.dealt == 1 and not expands:
             return absorbed_attention(
-                layer, q_nope, q_pe, pool, self.page_table, self.seq_lens, self.q_lens, latent_scale=scale
+                layer,
+                q_nope,
+                q_pe,
+                pool,
+                self.page_table,
+                self.seq_lens,
+                self.q_lens,
+                latent_scale=scale,
+                q_scale=q_scale,
             )
         row = heads * (nope + q_pe.shape[-1] + layer.w_uv.shape[1]) * q_nope.dtype.itemsize
         return chunked_prefill(
             layer, q_nope, q_pe, pool, self.page_table, self.seq_lens, self.q_lens,
-            context_chunk=self.form.chunk(row), latent_scale=scale, dealt=self.dealt,
+            context_chunk=self.form.chunk(row), latent_scale=scale, dealt=self.dealt, float8=q_scale is not None,
         )  # fmt: skip
 
 
