@@ -617,9 +617,9 @@ def refuse_quantised(values: Mapping[str, Any]) -> None:
             method = found.get("quant_method", found) if isinstance(found, Mapping) else found
             raise ConfigError(
                 f"config.json says in {key} that the weights are quantised ({shown(method)}), expected bfloat16, float16 or "
-                "float32, or a format that is dequantized here: float8 (quant_method fp8), compressed-tensors in eight bits or "
-                "packed, GPTQ in four or eight bits, AWQ, and MXFP4 of gpt-oss. Take another release, or write the checkpoint in "
-                "bfloat16 with its publisher's tool and remove the key"
+                "float32, or a format that is dequantized here: float8 (quant_method fp8, modelopt or fbgemm_fp8), "
+                "compressed-tensors in eight bits or packed, GPTQ in four or eight bits, AWQ, and MXFP4 of gpt-oss. Take another "
+                "release, or write the checkpoint in bfloat16 with its publisher's tool and remove the key"
             )
 
 

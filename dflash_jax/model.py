@@ -45,6 +45,7 @@ from dflash_jax.quantization.attention_output import with_outputs
 from dflash_jax.quantization.kv_formats import quantized_format
 from dflash_jax.text.grammars import Grammars
 from dflash_jax.text.pictures.encoder import VisionEncoder
+from dflash_jax.text.pictures.float8 import VisionScales, read_vision_scales
 from dflash_jax.text.pictures.reading import Processor
 from dflash_jax.text.tokenizer import Tokenizer, end_token_ids, tokenizer_notices
 
@@ -107,6 +108,21 @@ class Model:
                 "no scales were found: load with cache_dtype and calibration, or serve the first prompts first"
             )
         save_scales(path, scales, kept)
+
+    def save_vision_scales(self, path: str | Path, margin: float = 1.5) -> None:
+        """Writes the scales of its vision tower's float8 attention, for `load(vision_scales=path)`, by the last 16 calls.
+
+        Args:
+          margin: how many times as large numbers still fit.
+
+        Raises:
+          ParameterError: it has none that were found, or `margin` is below 1.
+        """
+        if self.vision is None or self.vision.float8 is None:
+            raise ParameterError(
+                'no scales were found: load with vision_attention_dtype="fp8", and show it pictures first'
+            )
+        self.vision.float8.save(path, margin)
 
     @cached_property
     def grammars(self) -> Grammars:
@@ -228,7 +244,12 @@ def load(
         processor = Processor.from_folder(target.folder, tower.config)
         # One device has the tower: where several share the models its programs are not theirs.
         programs = engine.programs if engine.tp == 1 else Programs()
-        vision = VisionEncoder(tower.config, processor, tower_shapes(tower, engine.dtype), programs)
+        scales = None
+        if asked.vision_attention_dtype is not None:
+            blocks = tower.config.depth
+            given = None if asked.vision_scales is None else read_vision_scales(asked.vision_scales, blocks)
+            scales = VisionScales(blocks, given)
+        vision = VisionEncoder(tower.config, processor, tower_shapes(tower, engine.dtype), programs, scales)
     if asked.cache_scales == FROM_TRAFFIC:
         engine.scales_from_traffic = True
     elif asked.cache_scales is not None:
@@ -261,7 +282,7 @@ def load(
         if texts:
             engine.cache_scales = calibrate(
                 engine.target, params, texts, cache_dtype="int8" if asked.cache_dtype == "int8" else "fp8",
-                ranks=engine.programs.ranks,
+                reach=engine.scale_range, ranks=engine.programs.ranks,
             )  # fmt: skip
 
     compiled = start_compiling(reading_jobs(engine.weights), in_order=False)

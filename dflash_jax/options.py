@@ -22,6 +22,8 @@ MOST_SNAPSHOTS = 4096
 MOST_RANKS = 64
 type WeightDtype = Literal["int8", "fp8", "fp8_dynamic", "mxfp4"]
 AttentionOutput = Literal["fp8", "fp8_groups", "nvfp4"]
+QueryDtype = Literal["fp8"]
+VisionDtype = Literal["fp8"]
 CacheDtype = Literal["fp8", "fp8_e5m2", "fp8_packed", "int8", "int8_keys", "fp8_e4m3", "fp8_ds_mla", "auto"]
 DraftCacheDtype = Literal["fp8", "fp8_e5m2", "fp8_e4m3", "auto"]
 Proposals = Literal["shared_noise", "argmax", "rejection"]
@@ -29,6 +31,8 @@ WEIGHT_DTYPES: tuple[str, ...] = get_args(WeightDtype.__value__)
 # Formats that a release comes in: weights are kept so, never made so, and no drafter is released so.
 RELEASED = ("mxfp4",)
 DRAFT_WEIGHT_DTYPES = tuple(one for one in WEIGHT_DTYPES if one not in RELEASED)
+VISION_DTYPES: tuple[str, ...] = get_args(VisionDtype)
+QUERY_DTYPES: tuple[str, ...] = get_args(QueryDtype)
 ATTENTION_OUTPUTS: tuple[str, ...] = get_args(AttentionOutput)
 CACHE_DTYPES: tuple[str, ...] = get_args(CacheDtype)
 DRAFT_CACHE_DTYPES: tuple[str, ...] = get_args(DraftCacheDtype)
@@ -102,6 +106,10 @@ def _yes_or_no(text: str) -> bool | str:
     return {"yes": True, "no": False}.get(text, text)
 
 
+def _numbers(text: str) -> list[float]:
+    return [float(part) for part in text.split(",")]
+
+
 # Options that the command line has, in the order of its help; `--draft` and `--no-draft` exclude one another and are made apart.
 FLAGS: dict[str, Flag] = {
     "dtype": Flag("of weights, activations and pages", choices=FLOAT_DTYPES),
@@ -127,6 +135,10 @@ FLAGS: dict[str, Flag] = {
         kind=as_layers,
         metavar="LAYERS",
     ),
+    "query_dtype": Flag(
+        "with --cache-dtype fp8: queries of latent attention in float8 too, and keys and values of prompts",
+        choices=QUERY_DTYPES,
+    ),
     "draft_cache_dtype": Flag("the drafter's pages in eight bits", choices=DRAFT_CACHE_DTYPES),
     "calibration": Flag(
         "texts like those to be served, on which scales of fp8 and int8 pages are found: JSON list, JSON lines or one a line",
@@ -136,6 +148,11 @@ FLAGS: dict[str, Flag] = {
         "scales of fp8 and int8 pages that were found before and saved; traffic finds them on the first prompts that come",
         kind=str,
         metavar="PATH",
+    ),
+    "scale_range": Flag(
+        "numbers of float8 that the largest query, key and value lie at, where scales are found (default: 200,200,200)",
+        kind=_numbers,
+        metavar="Q,K,V",
     ),
     "weight_dtype": Flag(
         "large matrices in eight bits, a scale for each row; fp8_dynamic rounds what they multiply too where rows are many; mxfp4 "
@@ -171,6 +188,10 @@ FLAGS: dict[str, Flag] = {
         kind=_yes_or_no,
         metavar="yes|no",
     ),
+    "vision_attention_dtype": Flag("queries, keys and values of the vision tower in float8", choices=VISION_DTYPES),
+    "vision_scales": Flag(
+        "their scales, found before and saved (default: by the largest numbers of the last 16 calls)", metavar="PATH"
+    ),
     "revision": Flag("branch, tag or commit of a target's hub id", metavar="REV"),
     "draft_revision": Flag("the same for --draft", metavar="REV"),
 }
@@ -203,12 +224,17 @@ class LoadOptions:
         "fp8_packed".
       cache_dtype_skip_layers: layers of the target whose pages stay in `dtype`: numbers from 0 on, "sliding_window" for those with
         a window, "full_attention" for those without.
+      query_dtype: "fp8", for targets with latent attention and `cache_dtype="fp8"`, rounds queries to float8 too: those of a few
+        tokens with both parts joined, on a scale of their layer, those of long prompts on a scale of 1, with the keys and values
+        that are made of the rows. None leaves queries as they are.
       draft_cache_dtype: "fp8" or "fp8_e5m2" keeps the drafter's pages in float8 with scales of 1. Only proposals change, no text.
       calibration: texts or token ids like those to be served, on which the scales of "fp8" pages and of "int8" values are found.
         Without, "fp8" has the scales of the checkpoint (`k_scale` and `v_scale` of compressed-tensors and ModelOpt), of 1 where it
         has none, and "int8" is refused.
       cache_scales: a file of `Model.save_cache_scales`, with scales that were found before. "traffic" finds them on the first
         prompts that come, before these are served (vLLM's `calculate_kv_scales`), and keeps them from then on.
+      scale_range: three numbers from 1 to 448 of float8, of which the largest query, key and value seen in `calibration`, or by
+        "traffic", comes to lie at one or below, as scales are powers of two; None is 200 for each. A latent row counts as a key.
       weight_dtype: None keeps weights in `dtype`. "int8" and "fp8" (W8A16) keep the large matrices of both models in eight bits
         with one scale per row; experts stay in `dtype`. "fp8_dynamic" (W8A8) also rounds activations where 64 rows or more are
         multiplied at once: faster for prompts and many requests, but logits then depend on how many tokens are computed together.
@@ -238,6 +264,10 @@ class LoadOptions:
         more in every layer. For contexts that do not fit otherwise.
       vision: whether the target's vision tower is loaded, with which messages may hold pictures. None loads it where there is
         one, on the first GPU; True insists on it; False leaves it out.
+      vision_attention_dtype: "fp8" rounds queries, keys and values of the vision tower's attention to float8, on a scale of each
+        block. None leaves them.
+      vision_scales: a file of `Model.save_vision_scales`, or of vLLM's, with those scales. Without, they follow from the largest
+        numbers of the last 16 calls and of the newest one, so that a picture's rows depend on what was seen before.
       revision: branch, tag or commit of the target's hub id.
       draft_revision: the same for `draft`.
 
@@ -255,9 +285,11 @@ class LoadOptions:
     proposals: Proposals = "shared_noise"
     cache_dtype: CacheDtype | None = None
     cache_dtype_skip_layers: Sequence[int | str] = ()
+    query_dtype: QueryDtype | None = None
     draft_cache_dtype: DraftCacheDtype | None = None
     calibration: Sequence[str | Sequence[int]] = ()
     cache_scales: str | Path | None = None
+    scale_range: Sequence[float] | None = None
     weight_dtype: WeightDtype | None = None
     draft_weight_dtype: WeightDtype | None = None
     attention_output: AttentionOutput | None = None
@@ -267,6 +299,8 @@ class LoadOptions:
     tp: int = 1
     decode_context_parallel_size: int = 1
     vision: bool | None = None
+    vision_attention_dtype: VisionDtype | None = None
+    vision_scales: str | Path | None = None
     revision: str | None = None
     draft_revision: str | None = None
 
@@ -294,6 +328,9 @@ class LoadOptions:
             object.__setattr__(self, "vision", as_flag(self.vision))
             if self.vision is None:
                 raise ParameterError("vision must be True, False, or None for the tower that there is")
+        _one_of("vision_attention_dtype", self.vision_attention_dtype, (None, *VISION_DTYPES))
+        if self.vision_scales is not None and self.vision_attention_dtype is None:
+            raise ParameterError('vision_scales are for vision_attention_dtype="fp8": give both, or leave them out')
         _one_of("proposals", self.proposals, PROPOSALS)
         check_weight_dtype(self.weight_dtype)
         check_weight_dtype(self.draft_weight_dtype, "draft_weight_dtype", DRAFT_WEIGHT_DTYPES)
@@ -328,8 +365,31 @@ class LoadOptions:
                 "cache_dtype_skip_layers leaves layers out of a cache_dtype: give one, or leave it out"
             )
         object.__setattr__(self, "cache_dtype_skip_layers", tuple(skipped))
+        _one_of("query_dtype", self.query_dtype, (None, *QUERY_DTYPES))
+        if self.query_dtype is not None and self.cache_dtype not in ("fp8", AUTO):
+            raise ParameterError(
+                f'query_dtype={self.query_dtype!r} is for cache_dtype="fp8": give both, or leave it out'
+            )
+        if self.scale_range is not None:
+            self._check_scale_range()
         if self.cache_scales is not None and (len(self.calibration) or self.cache_dtype not in (*CALIBRATED, AUTO)):
             raise ParameterError('cache_scales is for cache_dtype "fp8" and "int8", without calibration')
+
+    def _check_scale_range(self) -> None:
+        given: Any = self.scale_range
+        listed = isinstance(given, Sequence) and not isinstance(given, str)
+        numbers = [float(one) for one in map(as_number, given) if one is not None] if listed else []
+        if not listed or len(given) != 3 or len(numbers) != 3 or not all(1 <= one <= 448 for one in numbers):
+            raise ParameterError(
+                f"scale_range must be three numbers from 1 to 448, of queries, keys and values, got {self.scale_range!r}"
+            )
+        if not len(self.calibration) and self.cache_scales != FROM_TRAFFIC:
+            raise ParameterError('scale_range is for scales that are found: add calibration or cache_scales="traffic"')
+        if self.cache_dtype not in ("fp8", AUTO):
+            raise ParameterError(
+                f'scale_range is for scales of cache_dtype="fp8", not {self.cache_dtype!r}: leave it out'
+            )
+        object.__setattr__(self, "scale_range", tuple(numbers))
 
     def _check_exact(self) -> None:
         """Refuses what texts would depend on beside their requests, whatever the target is."""
@@ -378,9 +438,11 @@ class LoadKeywords(TypedDict, total=False):
     proposals: Proposals
     cache_dtype: CacheDtype | None
     cache_dtype_skip_layers: Sequence[int | str]
+    query_dtype: QueryDtype | None
     draft_cache_dtype: DraftCacheDtype | None
     calibration: Sequence[str | Sequence[int]]
     cache_scales: str | Path | None
+    scale_range: Sequence[float] | None
     weight_dtype: WeightDtype | None
     draft_weight_dtype: WeightDtype | None
     attention_output: AttentionOutput | None
@@ -390,6 +452,8 @@ class LoadKeywords(TypedDict, total=False):
     tp: int
     decode_context_parallel_size: int
     vision: bool | None
+    vision_attention_dtype: VisionDtype | None
+    vision_scales: str | Path | None
     revision: str | None
     draft_revision: str | None
 

@@ -10,11 +10,11 @@ size, one after the other, and joined through the parts' lse: memory does not gr
 
 import math
 from dataclasses import dataclass
-from typing import Protocol, cast, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-from dflash_kernels import latent_decode, mla_attention
+from dflash_kernels import latent_decode, mla_attention, quantize_tensor
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 
@@ -107,6 +107,7 @@ def absorbed_attention(
     q_lens: Int[Array, "B"],
     *,
     latent_scale: Float[Array, ""] | None = None,
+    q_scale: Float[Array, ""] | None = None,
 ) -> Float[Array, "B T N V"]:
     """The queries over their sequences' pages, which hold the queries' own rows already.
 
@@ -114,15 +115,19 @@ def absorbed_attention(
       latent_pages: in any format of `dflash_kernels.kv_cache.latent`. Packed rows are unpacked into pages of their own first,
         all that the table names: they save memory between calls, not traffic within one.
       latent_scale: of float8 pages.
+      q_scale: queries, with both their parts joined, are rounded to float8 on it; None leaves them.
     """
     q, rank = layer.absorb(q_nope, q_pe), layer.w_uv.shape[-1]
     if latent_pages.dtype == jnp.uint8:
         named = latent_pages[jnp.clip(page_table, 0, latent_pages.shape[0] - 1)].reshape(-1, *latent_pages.shape[1:])
         latent_pages = latent_decode(named, q.dtype, kv_lora_rank=rank)
         page_table = jnp.arange(page_table.size, dtype=jnp.int32).reshape(page_table.shape)
+    float8: Any = {}
+    if q_scale is not None:
+        q, float8 = quantize_tensor(q, q_scale), {"q_scale": q_scale, "dtype": q.dtype}
     o_latent = mla_attention(
         q, latent_pages, page_table, seq_lens, q_lens=q_lens, kv_lora_rank=rank, scale=layer.scale, causal=layer.causal,
-        latent_scale=latent_scale,
+        latent_scale=latent_scale, **float8,
     )  # fmt: skip
     return layer.up(cast(Array, o_latent))
 

@@ -10,7 +10,15 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from dflash_kernels import NoImplementationError, latent_decode, latent_expand, merge_states, ragged_attention
+from dflash_kernels import (
+    NoImplementationError,
+    dequantize_tensor,
+    latent_decode,
+    latent_expand,
+    merge_states,
+    quantize_tensor,
+    ragged_attention,
+)
 from jaxtyping import Array, Float, Int, Shaped
 
 from dflash_jax.attention.context_parallel import gathered_pages
@@ -31,6 +39,7 @@ def chunked_prefill(
     context_chunk: int,
     latent_scale: Float[Array, ""] | None = None,
     dealt: int = 1,
+    float8: bool = False,
 ) -> Float[Array, "B T N V"]:
     """New tokens over their sequences' pages, which hold the new tokens' own rows already, expanded.
 
@@ -42,6 +51,7 @@ def chunked_prefill(
       q_lens: new tokens that are real; rows past them may hold anything and give 0.
       latent_scale: of float8 pages; see `dflash_kernels.kv_cache.latent` for the formats.
       dealt: ranks that have a part each of every page. A chunk's rows are gathered from all.
+      float8: queries, keys and values are rounded to float8 on a scale of 1 before they attend.
     """
     b, t = q_nope.shape[:2]
     p, width = dealt * latent_pages.shape[2], page_table.shape[1]
@@ -49,8 +59,11 @@ def chunked_prefill(
     chunk = columns * p
     # The last chunk of a sequence, as full as whole pages allow.
     last = jnp.maximum(-(-seq_lens // p) - columns, 0) * p
-    rows = functools.partial(expanded_rows, layer, latent_pages, page_table, latent_scale, q_nope.dtype, columns, dealt)
-    attend = functools.partial(attention_and_lse, jnp.concatenate([q_nope, q_pe], axis=-1), q_lens, layer.scale)
+    rows = functools.partial(
+        expanded_rows, layer, latent_pages, page_table, latent_scale, q_nope.dtype, columns, dealt, float8
+    )
+    q = jnp.concatenate([q_nope, q_pe], axis=-1)
+    attend = functools.partial(attention_and_lse, in_float8(q) if float8 else q, q_lens, layer.scale)
     out, lse = attend(*rows(last, seq_lens - last), seq_lens - last, causal=layer.causal)
     if columns < width:
         wide = jnp.promote_types(q_nope.dtype, jnp.float32)
@@ -67,6 +80,11 @@ def chunked_prefill(
     return jnp.where(new[..., None, None], out, 0).astype(q_nope.dtype)
 
 
+def in_float8(x: Float[Array, "*rows H"]) -> Float[Array, "*rows H"]:
+    """The nearest float8 (e4m3) number in x's dtype, which what multiplies it takes; past 448 it is that."""
+    return dequantize_tensor(quantize_tensor(x, 1.0), dtype=x.dtype)
+
+
 def expanded_rows(
     layer: LatentLayer,
     latent_pages: Shaped[Array, "pages 1 p stored"],
@@ -75,6 +93,7 @@ def expanded_rows(
     dtype: jnp.dtype,
     columns: int,
     dealt: int,
+    float8: bool,
     starts: Int[Array, "B"],
     lens: Int[Array, "B"],
 ) -> tuple[Float[Array, "B S N H"], Float[Array, "B S N V"]]:
@@ -93,7 +112,8 @@ def expanded_rows(
     weights = (weight.astype(dtype) for weight in (layer.w_uk, layer.w_uv))
     # Whole tiles of the kernel, or it would have to cut its result; small chunks stay small.
     rows = columns * p if columns * p < _TILE else -(-columns * p // _TILE) * _TILE
-    return latent_expand(latent_pages, page_table, starts, lens, *weights, rows=rows)
+    k, v = latent_expand(latent_pages, page_table, starts, lens, *weights, rows=rows)
+    return (in_float8(k), in_float8(v)) if float8 else (k, v)
 
 
 def attention_and_lse(

@@ -63,7 +63,7 @@ class PagedAttend:
         related: bool = False,
         heads: tuple[int, int] | None = None,
         narrow: bool = False,
-        shared: Int[Array, "B"] | None = None,
+        shared: Int[Array, "*groups B"] | None = None,
         dealt: int = 1,
     ):
         self.form, self.related, self.dealt = form, related, dealt
@@ -79,7 +79,9 @@ class PagedAttend:
         self.parts = (
             None if shared is None else jax.tree.map(lambda table: split_tables(table, shared, page_size), page_table)
         )
-        own = self.seq_lens if shared is None else jnp.maximum(self.seq_lens - shared * page_size, 0)
+        own = self.seq_lens
+        if shared is not None:
+            own = jnp.maximum(own - (shared if shared.ndim == 1 else jnp.sum(shared, axis=0)) * page_size, 0)
         self.schedule = None if heads is None or dealt > 1 else self._make_schedule(own, *heads, page_size, narrow)
 
     def _make_schedule(
@@ -233,6 +235,7 @@ class PagedAttend:
         """The queries over their sequences' pages, which hold the queries' own rows already."""
         pool, rank = cache.k[layer.index], layer.w_uv.shape[-1]
         scale = cache.k_scale[layer.index] if cache.k_scale else None
+        q_scale = cache.q_scale[layer.index] if cache.q_scale else None
         tokens, heads, nope = q_nope.shape[1:]
         expands = self.form.expands(tokens, heads=heads, rank=rank, nope=nope, value=layer.w_uv.shape[1])
         if self.dealt > 1 and not expands and tokens <= most_queries(self.dealt, pool.shape[2]):
@@ -241,12 +244,20 @@ class PagedAttend:
             )
         if self.dealt == 1 and not expands:
             return absorbed_attention(
-                layer, q_nope, q_pe, pool, self.page_table, self.seq_lens, self.q_lens, latent_scale=scale
+                layer,
+                q_nope,
+                q_pe,
+                pool,
+                self.page_table,
+                self.seq_lens,
+                self.q_lens,
+                latent_scale=scale,
+                q_scale=q_scale,
             )
         row = heads * (nope + q_pe.shape[-1] + layer.w_uv.shape[1]) * q_nope.dtype.itemsize
         return chunked_prefill(
             layer, q_nope, q_pe, pool, self.page_table, self.seq_lens, self.q_lens,
-            context_chunk=self.form.chunk(row), latent_scale=scale, dealt=self.dealt,
+            context_chunk=self.form.chunk(row), latent_scale=scale, dealt=self.dealt, float8=q_scale is not None,
         )  # fmt: skip
 
 

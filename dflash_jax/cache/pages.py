@@ -10,6 +10,7 @@ from typing import Any, no_type_check
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from dflash_jax.cache.specs import LayerSpec, layer_specs
@@ -38,6 +39,8 @@ class Pages:
       v: values; () for a model with latent attention.
       k_scale, v_scale: what a float8 pool's numbers are to be multiplied with, `[K]` or for latent rows `[]`; of int8 pools the
         keys' `[P, K, p]`, written with them, and the values' `[K, H]`; None for layers left out, () where all pools are others.
+      q_scale: what queries over float8 latent rows are rounded to float8 on, `[]`; None for layers left out,
+        () where they stay.
       index: keys of those layers that have an indexer, `[P, 1, p, E]`; () where none has.
       index_scale: of float8 ones, `[P, 1, p]`, written with them; () of others.
     """
@@ -48,6 +51,7 @@ class Pages:
     v_scale: tuple[Float[Array, "..."] | None, ...] = ()
     index: tuple[Shaped[Array, "P 1 p E"], ...] = ()
     index_scale: tuple[Float[Array, "P 1 p"], ...] = ()
+    q_scale: tuple[Float[Array, ""] | None, ...] = ()
 
     @property
     def page_size(self) -> int:
@@ -75,6 +79,7 @@ def make_pages(
     *,
     cache_dtype: CacheFormat = None,
     scales: CacheScales | None = None,
+    float8_queries: bool = False,
 ) -> Pages:
     """Zeroed pools of `num_pages` pages for every layer of `config`, whose model computes in `dtype`.
 
@@ -82,6 +87,7 @@ def make_pages(
       num_pages: of every layer alike, or of each one with pages.
       cache_dtype: see `cache.formats`.
       scales: of float8 and int8 pools; None for `default_scales`.
+      float8_queries: whether queries over float8 latent rows are rounded too.
     """
     specs, kept = layer_specs(config, cache_dtype), quantized_format(cache_dtype)
     counts = [num_pages] * len(specs) if isinstance(num_pages, int) else num_pages
@@ -107,7 +113,13 @@ def make_pages(
         else ()
         for side in (rows if kept in KEY_SCALED else scales.k, scales.v)
     )
-    return Pages(k, v, k_scale, v_scale, index, index_scale)
+    of_queries = scales.q or (np.ones((), np.float32),) * len(specs)
+    q_scale = tuple(
+        None if spec.kept is None else jax.device_put(jnp.array(scale))
+        for spec, scale in zip(specs, of_queries, strict=True)
+        if float8_queries
+    )
+    return Pages(k, v, k_scale, v_scale, index, index_scale, q_scale)
 
 
 def _index_pools(

@@ -119,7 +119,7 @@ def _scale(tensor: Tensor, shape: tuple[int, ...], problems: list[str]) -> np.nd
 
 def save_scales(path: str | Path, scales: CacheScales, cache_dtype: str) -> None:
     """Writes scales that `read_scales` reads, every number exactly."""
-    sides = {side: [scale.tolist() for scale in getattr(scales, side)] for side in ("k", "v")}
+    sides = {side: [scale.tolist() for scale in getattr(scales, side)] for side in ("k", "v", "q")}
     with written_whole(Path(path)) as scratch:
         scratch.write_text(json.dumps({"cache_dtype": cache_dtype, **sides}), "utf-8")
 
@@ -152,7 +152,9 @@ def read_scales(path: str | Path, config: DecoderConfig, cache_dtype: str) -> Ca
         if Path(path).stat().st_size > _LARGEST_FILE:
             raise ValueError("it is too large")
         found: Any = json.loads(Path(path).read_text("utf-8"))
-        kind, sides = found["cache_dtype"], [[np.array(one, np.float32) for one in found[side]] for side in ("k", "v")]
+        # Files of before had none of queries.
+        kind, sides = found["cache_dtype"], [found["k"], found["v"], found.get("q", [])]
+        sides = [[np.array(one, np.float32) for one in side] for side in sides]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ParameterError(f"{path} holds no scales as save_cache_scales writes them: {error!r:.200}") from error
     if kind != cache_dtype:
@@ -167,6 +169,10 @@ def read_scales(path: str | Path, config: DecoderConfig, cache_dtype: str) -> Ca
                 f"{path} has scales of shapes {shapes[0]!s:.80}, this target's are {shapes[1]!s:.80}: find them anew, with "
                 "calibration"
             )
+    if scales.q and [scale.shape for scale in scales.q] != [()] * len(scales.k):
+        raise ParameterError(
+            f"{path} has scales of queries that are not one for each layer: find them anew, with calibration"
+        )
     if any(not (np.isfinite(scale) & (scale > 0)).all() for side in sides for scale in side):
         raise ParameterError(f"{path} has a scale that is not a positive number: find them anew, with calibration")
     return scales

@@ -22,7 +22,7 @@ from dflash_jax.errors import ParameterError
 from dflash_jax.models import bind
 from dflash_jax.models.layers import Attention, Cache, IndexRows, Rotary
 from dflash_jax.parallel.ranks import AXIS, Ranks, share_config
-from dflash_jax.quantization.kv_formats import CacheScales, channel_scales_for, scale_for
+from dflash_jax.quantization.kv_formats import CALIBRATED_TO, CacheScales, channel_scales_for, scale_for
 
 type Record = dict[int, dict[str, Array]]
 
@@ -50,7 +50,8 @@ class Observer(DenseAttend):
     def latent(self, layer: Any, q: Array, row: Array, rotary: Rotary, cache: Cache = None) -> tuple[Array, Record]:
         q_nope, q_pe, kv_c, k_pe = layer.parts(q, row, rotary)
         latents = jnp.concatenate([kv_c, k_pe], axis=-1)[:, :, None]
-        found = {"keys": self._largest(latents)[0]}
+        queries = self._largest(layer.absorb(q_nope, q_pe), axis=(0, 1, 2, 3))
+        found = {"keys": self._largest(latents)[0], "queries": queries}
         return self.latent_parts(layer, q_nope, q_pe, kv_c, k_pe), {**(cache or {}), layer.index: found}
 
     def indexed(
@@ -72,11 +73,12 @@ class Observer(DenseAttend):
 
 
 def _of_all_heads(config: DecoderConfig, record: Record) -> Record:
-    """Ranks' records of their own key heads as one of all heads. What a latent row shows is the same on all."""
+    """Ranks' records of their own key heads as one of all heads. What a latent row shows is the same on all; of queries of such
+    rows the largest of all heads counts."""
 
     def of(place: int, own: Array) -> Array:
         if not own.ndim:
-            return own
+            return jax.lax.pmax(own, AXIS)
         everyones = jax.lax.all_gather(own, AXIS, tiled=True)
         return everyones[:: everyones.shape[0] // config.key_shapes[place][0]]  # of those that several have, one
 
@@ -104,15 +106,17 @@ def calibrate(
     texts: Sequence[Sequence[int]],
     *,
     cache_dtype: Literal["fp8", "int8"] = "fp8",
+    reach: tuple[float, float, float] | None = None,
     ranks: Ranks | None = None,
 ) -> CacheScales:
     """Scales under which the largest number of each layer (and key head) of `texts` lies at or below 200 of e4m3's 448, or the
-    largest value of each channel at 100 of int8's 127.
+    largest value of each channel at 100 of int8's 127; of latent attention's joined queries, too.
 
     Args:
       params: of the model `config` describes.
       texts: token ids; the longer the text, the more memory this takes, as all of one text attends at once.
       cache_dtype: how the pools are kept.
+      reach: in place of 200, of queries, keys and values.
       ranks: devices that share `params`; scales are those of all heads.
 
     Raises:
@@ -138,10 +142,13 @@ def calibrate(
             lambda own: _of_all_heads(config, observed(own, jnp.array(ids), jnp.array(lens))), params, axis=None
         )
     found = jax.tree.map(np.asarray, found)
-    keys, values = ({i: one[kind] for i, one in found.items() if kind in one} for kind in ("keys", "values"))
+    sides = "queries", "keys", "values"
+    queries, keys, values = ({i: one[kind] for i, one in found.items() if kind in one} for kind in sides)
     if cache_dtype == "int8":
         return CacheScales((), tuple(channel_scales_for(values[i], f"values of layer {i}") for i in sorted(values)))
+    of_q, of_k, of_v = (CALIBRATED_TO,) * 3 if reach is None else reach
     return CacheScales(
-        tuple(scale_for(keys[i], f"keys of layer {i}") for i in sorted(keys)),
-        tuple(scale_for(values[i].max(axis=-1), f"values of layer {i}") for i in sorted(values)),
+        tuple(scale_for(keys[i], f"keys of layer {i}", of_k) for i in sorted(keys)),
+        tuple(scale_for(values[i].max(axis=-1), f"values of layer {i}", of_v) for i in sorted(values)),
+        tuple(scale_for(queries[i], f"queries of layer {i}", of_q) for i in sorted(queries)),
     )

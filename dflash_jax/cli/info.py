@@ -76,11 +76,15 @@ def collect(path: str | Path | None = None, *, hashes: bool = False, **options: 
             "shared_by": engine.tp,
         },
         "models": [_model(one, weight_bytes({"": engine.weights[one.family.role]})) for one in checkpoints],
-        "vision": None if tower is None else _tower(tower, weight_bytes({"": tower_shapes(tower, engine.dtype)})),
+        "vision": None
+        if tower is None
+        else _tower(tower, weight_bytes({"": tower_shapes(tower, engine.dtype)}))
+        | {"attention_dtype": asked.vision_attention_dtype},
         "pages": {
             "dtype": str(engine.dtype),
             "target_dtype": str(pool_dtype(asked.cache_dtype, engine.dtype)),
             "target_value_dtype": str(value_dtype(asked.cache_dtype, engine.dtype)),
+            "query_dtype": asked.query_dtype,
             "draft_dtype": str(pool_dtype(asked.draft_cache_dtype, engine.dtype)),
             "layers_left_out": list(asked.cache_dtype_skip_layers),
             "max_model_len": engine.max_model_len,
@@ -243,7 +247,11 @@ def lines(facts: dict[str, Any]) -> list[str]:
         edge = tower["pixels_of_a_token"]
         rows += [
             ("vision", f"{tower['family']}, {tower['parameters']:,} parameters, {size(tower['weight_bytes'])} loaded"),
-            ("", f"{tower['layers']} layers of {tower['hidden_size']}, a token for every {edge} x {edge} pixels"),
+            (
+                "",
+                f"{tower['layers']} layers of {tower['hidden_size']}, a token for every {edge} x {edge} pixels"
+                + ("" if tower["attention_dtype"] is None else ", attention in float8"),
+            ),
         ]
     kept = pages["target_dtype"]
     if pages["target_value_dtype"] != kept:
@@ -251,6 +259,7 @@ def lines(facts: dict[str, Any]) -> list[str]:
     if skipped := pages["layers_left_out"]:
         kept += f" but for layers {', '.join(map(str, skipped))}"
     if kept != pages["dtype"] or pages["draft_dtype"] != kept:
+        kept += "" if pages["query_dtype"] is None else ", queries too"
         kept += " (target)" + (f" and {pages['draft_dtype']} (drafter)" if len(facts["models"]) > 1 else "")
     rows += [
         (

@@ -54,7 +54,7 @@ def cycle(
     state: DecodeState,
     workspaces: Workspaces = Workspaces(),  # noqa: B008 - of constants
     estimate: Float[Array, "T"] | None = None,
-    shared: Int[Array, "B"] | None = None,
+    shared: Int[Array, "*groups B"] | None = None,
     drafts: Bool[Array, "B"] | None = None,
 ) -> tuple[DecodeState, Emitted]:
     """Every live slot gains between 1 and T tokens; done slots stay as they are. Mode structured has `decoding.masked_cycle`.
@@ -67,7 +67,7 @@ def cycle(
       workspaces: of `cycle_workspaces`, from one cycle to the next; without them every cycle fills its own.
       estimate: of `decoding.verify_budget.survivals`; only setups that verify per request ask for it.
       shared: pages that a slot's sequence begins with and shares, the same number for all that do, 0 for the others: attention
-        reads them once. None where nothing is read so.
+        reads them once. A row of such for each of several groups; None where nothing is read so.
       drafts: of exact setups: in slots that do not draft no proposal stands. They are verified all the same, in the shape and the
         program of those that do.
     """
@@ -126,7 +126,7 @@ def drafted(
     noise: Float[Array, "B T V"] | None,
     workspaces: Workspaces = Workspaces(),  # noqa: B008 - of constants
     estimate: Float[Array, "T"] | None = None,
-    shared: Int[Array, "B"] | None = None,
+    shared: Int[Array, "*groups B"] | None = None,
 ) -> tuple[DecodeState, Block]:
     """Writes the drafter's context and proposes what comes after the pending tokens."""
     plans, draft_table = cycle_plans(setup, weights, page_table, state), setup.draft_table(page_table)
@@ -198,7 +198,7 @@ def verified(
     state: DecodeState,
     block: Block,
     workspaces: Workspaces = Workspaces(),  # noqa: B008 - of constants
-    shared: Int[Array, "B"] | None = None,
+    shared: Int[Array, "*groups B"] | None = None,
 ) -> tuple[DecodeState, Rows]:
     """Runs the target over a block, which is in its pages then."""
     plans, live, ids, pack = cycle_plans(setup, weights, page_table, state), ~state.done, block.ids, block.pack
@@ -409,7 +409,7 @@ def commit_context(
 
 def draft_block(
     drafter, target, draft_pages, page_table: Any, state: DecodeState, run: Planned = LAYER_BY_LAYER,
-    window: int | None = None, shared: Int[Array, "B"] | None = None,
+    window: int | None = None, shared: Int[Array, "*groups B"] | None = None,
 ):  # fmt: skip
     """The drafter's hidden states of a block that begins with the pending token, and its pages.
 

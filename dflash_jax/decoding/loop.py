@@ -36,7 +36,7 @@ def loop(
     until_any: Bool[Array, ""],
     retired: Bool[Array, "B"],
     estimate: Float[Array, "T"] | None = None,
-    shared: Int[Array, "B"] | None = None,
+    shared: Int[Array, "*groups B"] | None = None,
     drafts: Bool[Array, "B"] | None = None,
 ) -> tuple[DecodeState, Emitted]:
     """Runs up to `cycles` (at most `max_cycles`, static) cycles and returns what each gave out, cycles first.

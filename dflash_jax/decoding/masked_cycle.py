@@ -30,7 +30,7 @@ def draft_block(
     state: DecodeState,
     retired: Bool[Array, "B"],
     estimate: Float[Array, "T"] | None = None,
-    shared: Int[Array, "B"] | None = None,
+    shared: Int[Array, "*groups B"] | None = None,
 ) -> tuple[DecodeState, Int[Array, "B told"], Block]:
     """The first part: see `cycle.drafted`; slots in `retired` are done.
 
@@ -54,7 +54,7 @@ def verify_block(
     page_table: Any,
     state: DecodeState,
     block: Block,
-    shared: Int[Array, "B"] | None = None,
+    shared: Int[Array, "*groups B"] | None = None,
 ) -> tuple[DecodeState, Rows]:
     """The second: see `cycle.verified`."""
     return verified(setup, weights, page_table, state, block, shared=shared)

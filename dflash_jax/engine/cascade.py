@@ -1,11 +1,13 @@
 """Requests that begin with the same pages: which they are, and what it saves to read those once (`attention.cascade`).
 
 Pages are the same where a prompt found what another one left (`engine.slots`), so they are full, and before every query of whoever
-has them. Which program runs is known from the batch: where nothing is shared it is the one that knows nothing of sharing.
+has them. Which program runs is known from the batch: where nothing is shared it is the one that knows nothing of sharing, and there
+is one for requests that share one beginning, and one for up to `GROUPS` groups of such.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Int
@@ -19,6 +21,18 @@ from dflash_jax.engine.verify_policy import WORTH_COMPILING_S
 PARTS_S = 18e-6
 # Products a second of a kernel's matrix instructions, which take queries of one sequence 64 at a time.
 ARITHMETIC, ROWS = 4.0e14, 64
+# Groups of requests that a program reads beginnings of. Seconds of a layer's attention that bringing queries to their groups and
+# results back takes beside the bytes of both, four operations: reckoned, no GPU has timed it.
+GROUPS, GATHERS_S = 4, 12e-6
+# What programs read once: what one group of requests begins with, or what several do.
+type Sharing = Literal["group", "groups"]
+
+
+class Sharers(NamedTuple):
+    """Sequences that begin with the same tokens: how many sequences, and how many tokens."""
+
+    members: int
+    tokens: int
 
 
 @dataclass(frozen=True)
@@ -35,11 +49,20 @@ class LayerCost:
     kv_heads: int
     dim: int
 
-    def saved_s(self, pages_of: int, slots: int, queries: int, tokens: int) -> float:
-        """Seconds saved where `pages_of` sequences among `slots`, of so many queries each, begin with the same tokens."""
-        group = self.heads // self.kv_heads
-        alone = self._seconds(pages_of, pages_of * _padded(queries * group), tokens)
-        return alone - self._seconds(1, _padded(slots * queries * group), tokens) - PARTS_S
+    def saved_s(self, groups: Sequence[Sharers], slots: int, queries: int) -> float:
+        """Seconds saved where these groups among `slots` sequences, of so many queries each, read what they share once each.
+
+        For every group all queries are multiplied, as if no kernel left out those of others.
+        """
+        group, saved = self.heads // self.kv_heads, -PARTS_S
+        for sharers in groups:
+            saved += self._seconds(sharers.members, sharers.members * _padded(queries * group), sharers.tokens)
+            saved -= self._seconds(1, _padded(slots * queries * group), sharers.tokens)
+        return saved if len(groups) < 2 else saved - self._gathered_s(slots * queries)
+
+    def _gathered_s(self, rows: int) -> float:
+        """Queries that are written to their groups' places and read there, and results likewise, of two bytes each."""
+        return GATHERS_S + 2 * 2 * GROUPS * rows * self.heads * self.dim * 2 / BANDWIDTH
 
     def _seconds(self, times: int, rows: int, tokens: int) -> float:
         """Keys read so many times, by `rows` query rows of each key head."""
@@ -67,11 +90,11 @@ class CascadePolicy:
     asked: bool | None = None
     _missed: dict[object, float] = field(default_factory=dict)
 
-    def saved_s(self, sharers: int, slots: int, verified: int, tokens: int) -> float:
+    def saved_s(self, groups: Sequence[Sharers], slots: int, verified: int) -> float:
         """Seconds of a cycle that verifies `verified` tokens of each slot."""
-        saved = sum(layer.saved_s(sharers, slots, verified, tokens) for layer in self.target)
+        saved = sum(layer.saved_s(groups, slots, verified) for layer in self.target)
         if verified > 1:
-            saved += sum(layer.saved_s(sharers, slots, self.block, tokens) for layer in self.draft)
+            saved += sum(layer.saved_s(groups, slots, self.block) for layer in self.draft)
         return saved
 
     def worth_compiling(self, key: object, seconds: float) -> bool:
@@ -97,30 +120,65 @@ def layer_costs(
     )
 
 
-def common_pages(table: Int[np.ndarray, "B W"], whole: Int[np.ndarray, "B"]) -> tuple[np.ndarray, int]:
-    """The beginning that saves most readings of pages: the sequences that share it, and its pages; 0 pages where there is none.
+def common_pages(
+    table: Int[np.ndarray, "B W"], whole: Int[np.ndarray, "B"], most: int = GROUPS
+) -> list[list[tuple[np.ndarray, int]]]:
+    """The beginnings that save most readings of pages: of one group of sequences, of up to two, and so on to `most`, as long as one
+    more group saves more. Of each group the sequences and the pages that they share.
+
+    Rows that begin alike stand side by side once they are sorted, so groups are stretches of them: what the first rows save at best
+    by so many groups follows from what fewer rows save by one group less.
 
     Args:
       table: of sequences that have queries.
       whole: full pages before each one's queries.
     """
-    nobody = np.zeros((0,), np.int64)
-    if len(table) < 2:
-        return nobody, 0
+    count = len(table)
+    if count < 2:
+        return []
     # What lies behind a row's full pages is like nobody's.
-    alone = -2 - np.arange(len(table), dtype=table.dtype)[:, None]
+    alone = -2 - np.arange(count, dtype=table.dtype)[:, None]
     rows = np.ascontiguousarray(np.where(np.arange(table.shape[1]) < whole[:, None], table, alone))
     # Rows side by side that begin alike: any order of whole rows will do.
     order = np.argsort(rows.view(np.dtype((np.void, rows.itemsize * rows.shape[1]))).ravel(), kind="stable")
     same = rows[order][1:] == rows[order][:-1]
     alike = np.where(same.all(axis=1), rows.shape[1], np.argmin(same, axis=1))
-    best, found, pages = 0, nobody, 0
-    for first in range(len(alike)):
+    # By groups and by first rows: what they save at best, and where the group begins that ends there; -1 where none does.
+    saved, begun = (np.full((most + 1, count + 1), value, np.int64) for value in (0, -1))
+    for first in range(count + 1):
+        if first:
+            none_ends = saved[:, first - 1] >= saved[:, first]
+            begun[none_ends, first] = -1
+            saved[none_ends, first] = saved[none_ends, first - 1]
         least = np.minimum.accumulate(alike[first:])
-        if least[0] == 0:
+        found = saved[:-1, first, None] + least * np.arange(1, len(least) + 1)
+        better = found > saved[1:, first + 2 :]
+        np.copyto(saved[1:, first + 2 :], found, where=better)
+        np.copyto(begun[1:, first + 2 :], first, where=better)
+    choices = []
+    for groups in range(1, most + 1):
+        if saved[groups, count] == saved[groups - 1, count]:
+            break
+        choices.append(list(_traced(begun, groups, order, alike)))
+    return choices
+
+
+def _traced(begun: np.ndarray, groups: int, order: np.ndarray, alike: np.ndarray) -> Iterator[tuple[np.ndarray, int]]:
+    """The groups that `begun` leads back to from all rows on."""
+    end = len(order)
+    while end and groups:
+        first = int(begun[groups, end])
+        if first < 0:
+            end -= 1
             continue
-        gains = least * np.arange(1, len(least) + 1)
-        if gains.max() > best:
-            last = int(gains.argmax())
-            best, found, pages = int(gains[last]), order[first : first + last + 2], int(least[last])
-    return found, pages
+        if pages := int(alike[first : end - 1].min()):
+            yield order[first:end], pages
+        groups, end = groups - 1, first
+
+
+def as_told(groups: Sequence[tuple[np.ndarray, int]], slots: np.ndarray, size: int) -> Int[np.ndarray, "*groups B"]:
+    """What `decoding.cycle.cycle` takes as `shared`, of so many slots: `slots` are those of the rows that groups name."""
+    told = np.zeros((1 if len(groups) == 1 else GROUPS, size), np.int32)
+    for row, (members, pages) in zip(told, groups, strict=False):
+        row[slots[members]] = pages
+    return told[0] if len(groups) == 1 else told

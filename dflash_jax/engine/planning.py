@@ -35,7 +35,7 @@ from dflash_jax.models.registry import family_for, layer_traits
 from dflash_jax.options import AUTO, DEFAULT_MODEL_LEN, FLOAT_DTYPES, RELEASED, LoadOptions, as_integer
 from dflash_jax.parallel.ranks import local_ranks, share_config
 from dflash_jax.quantization.attention_output import check_attention_output, with_outputs
-from dflash_jax.quantization.kv_formats import without_layers
+from dflash_jax.quantization.kv_formats import check_query_dtype, without_layers
 from dflash_jax.text.pictures.encoder import workspace_bytes as seeing_bytes
 
 
@@ -62,6 +62,7 @@ def plan_engine(target: Checkpoint, drafter: Checkpoint | None, options: LoadOpt
     dealt = options.decode_context_parallel_size
     ranks = local_ranks(options.tp, dealt=dealt)
     check_cache_dtype(target.config, options.cache_dtype)
+    check_query_dtype(target.config, options.query_dtype)
     kept = without_layers(target.config, options.cache_dtype, options.cache_dtype_skip_layers)
     if draft is None and options.draft_cache_dtype is not None:
         raise ParameterError(f"draft_cache_dtype must be left out without a drafter, got {options.draft_cache_dtype!r}")
@@ -86,6 +87,7 @@ def plan_engine(target: Checkpoint, drafter: Checkpoint | None, options: LoadOpt
     engine = Engine(
         target=reaching(config, longest), draft=None if draft is None else reaching(draft, longest),
         weights=spread(pair, weights, ranks), dtype=kind, cache_dtype=kept,
+        query_dtype=options.query_dtype, scale_range=options.scale_range,  # pyright: ignore[reportArgumentType]
         draft_cache_dtype=options.draft_cache_dtype,
         max_model_len=longest, max_batch=options.max_batch,
         page_size=dealt * options.page_size, proposals=options.proposals,
@@ -130,7 +132,10 @@ def vision_of(target: Checkpoint, options: LoadOptions) -> Checkpoint | None:
     """
     if options.vision and target.vision is None:
         raise ParameterError("vision=True asks for a vision tower, which is not in this checkpoint: leave vision out")
-    return None if options.vision is False else target.vision
+    tower = None if options.vision is False else target.vision
+    if tower is None and options.vision_attention_dtype is not None:
+        raise ParameterError("vision_attention_dtype is for a vision tower, and none is loaded: leave it out")
+    return tower
 
 
 def tower_shapes(tower: Checkpoint, dtype: jnp.dtype) -> dict[str, jax.ShapeDtypeStruct]:

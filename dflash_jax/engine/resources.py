@@ -82,6 +82,8 @@ class Resources:
       latent_form: how prompts attend where the target's attention is latent.
       scales_from_traffic: whether the scales are still to be found, on the first prompts that come.
       cache_dtype, cache_scales: how the target's pages are kept; see `quantization.kv_formats`.
+      query_dtype: "fp8" rounds queries of latent attention too, on scales of `cache_scales`.
+      scale_range: what scales aim at that are found on traffic; see `calibrate`.
       draft_cache_dtype: how the drafter's are, None, "fp8" or "fp8_e5m2" with scales of 1.
       verify_length: tokens that the target verifies in a cycle: "auto" chooses by what cycles cost and how many proposals stand,
         an integer stays, None is the whole block. A length up to 1 token drafts nothing. "per_request" chooses what slots have on
@@ -122,6 +124,8 @@ class Resources:
     draft_window: int | None = None
     latent_form: LatentForm = BY_ARITHMETIC
     cache_dtype: CacheFormat = None
+    query_dtype: str | None = None
+    scale_range: tuple[float, float, float] | None = None
     draft_cache_dtype: str | None = None
     cache_scales: CacheScales | None = None
     scales_from_traffic: bool = False
@@ -488,7 +492,8 @@ class Resources:
     def _zeroed_pools(self) -> tuple[Pages, Pages]:
         target, draft = pool_config(self.target, self.tp), self.draft
         scales = None if self.cache_scales is None else repeated_scales(self.cache_scales, self.target, target)
-        options = {"cache_dtype": self.cache_dtype, "scales": scales}
+        options: Any = {"cache_dtype": self.cache_dtype, "scales": scales}
+        options |= {"float8_queries": self.query_dtype is not None}
         counts = {
             role: {
                 i: count
@@ -524,7 +529,9 @@ class Resources:
         texts = [prompt[:TRAFFIC_TOKENS] for prompt in itertools.islice(prompts, TRAFFIC_PROMPTS)]
         kind = "int8" if quantized_format(self.cache_dtype) == "int8" else "fp8"
         params: Any = self.weights["target"]
-        scales = calibrate(self.target, params, texts, cache_dtype=kind, ranks=self.programs.ranks)
+        scales = calibrate(
+            self.target, params, texts, cache_dtype=kind, reach=self.scale_range, ranks=self.programs.ranks
+        )
         with self.taking:
             self.cache_scales, self.scales_from_traffic = scales, False
             self.lose_pools()  # they hold the scales

@@ -27,7 +27,7 @@ from dflash_jax.decoding.prefill import Caches, Pictured, prefill_chunk, prefill
 from dflash_jax.decoding.state import DecodeState, Emitted, Setup, without_pools
 from dflash_jax.engine import shutdown
 from dflash_jax.engine.buckets import round_up
-from dflash_jax.engine.cascade import common_pages
+from dflash_jax.engine.cascade import Sharers, Sharing, as_told, common_pages
 from dflash_jax.engine.masked_cycles import masked_cycles
 from dflash_jax.engine.memory import named_memory_errors
 from dflash_jax.engine.requests import (
@@ -233,7 +233,7 @@ class Batch:
         self.retired = np.zeros((slots,), bool)
         self._setups: dict[Needs, Setup] = {}
         # Who ran when pages in common were looked for, and those of each slot.
-        self._common: tuple[tuple, np.ndarray] | None = None
+        self._common: tuple[tuple, list[tuple[tuple[Sharers, ...], np.ndarray]]] | None = None
         self.state = empty_state(self.setup, slots, needs.stop_width, core.dtype, core.take_pools())
 
     @property
@@ -458,30 +458,35 @@ class Batch:
             return None
         running = self.slots.decoding
         # Pages in common are those that requests found when they entered.
-        who = tuple((job.ticket, job.stay, job.slot) for job in running)
+        who = (self.size, *((job.ticket, job.stay, job.slot) for job in running))
         if self._common is None or self._common[0] != who:
             place = next((i for i, pool in enumerate(self.slots.pools) if pool.group.reach is None), None)
-            pages = np.zeros((self.size,), np.int32)
+            slots, whole = (np.array([getattr(job, name) for job in running], np.int64) for name in ("slot", "filled"))
+            size, choices = self.core.page_size, []
             if place is not None:
-                rows, whole = [job.slot for job in running], np.array([job.filled for job in running])
-                found, count = common_pages(self.slots.tables[place][rows], whole // self.core.page_size)
-                pages[[rows[row] for row in found]] = count
-            self._common = who, pages
-        pages = self._common[1]
-        sharers = int(np.count_nonzero(pages))
-        if not sharers:
-            return None
-        saved = policy.saved_s(sharers, self.size, setup.width, int(pages.max()) * self.core.page_size)
-        if policy.asked:
-            return pages
-        if saved <= 0:
-            return None
+                for groups in common_pages(self.slots.tables[place][slots], whole // size):
+                    sharers = tuple(Sharers(len(members), pages * size) for members, pages in groups)
+                    choices.append((sharers, as_told(groups, slots, self.size)))
+            self._common = who, choices
+        choices = self._common[1]
+        if policy.asked and choices:
+            return choices[-1][1]
+        savings = [(policy.saved_s(sharers, self.size, setup.width), pages) for sharers, pages in choices]
+        best = sorted((one for one in savings if one[0] > 0), key=lambda one: -one[0])
         jobs, sizes = Jobs(self.core, setup, self.needs.stop_width), (self.size, width)
-        name = (setup, *sizes, self.needs.stop_width, "shared")
-        if self.core.program_status(name, lambda: jobs.loop(*sizes, shared=True).args) == "compiled":
-            return pages
-        if policy.worth_compiling(name, saved * cycles):
-            start_compiling([jobs.loop(*sizes, shared=True)])
+        asked: set[int] = set()
+        for place, (saved, pages) in enumerate(best):
+            if pages.ndim in asked:
+                continue  # its program is not there
+            asked.add(pages.ndim)
+            form: Sharing = "group" if pages.ndim == 1 else "groups"
+            name, job = (setup, *sizes, self.needs.stop_width, form), partial(jobs.loop, *sizes, shared=form)
+            if self.core.program_status(name, lambda job=job: job().args) == "compiled":
+                return pages
+            # What it saves beyond what another program would.
+            missed = saved - next((less for less, other in best[place + 1 :] if other.ndim not in asked), 0.0)
+            if policy.worth_compiling(name, missed * cycles):
+                start_compiling([job()])
         return None
 
     @property

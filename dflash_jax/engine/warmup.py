@@ -19,6 +19,7 @@ from dflash_jax.decoding.masked_cycle import draft_block, judge_block, verify_bl
 from dflash_jax.decoding.prefill import Caches, Pictured, admit, prefill_chunk
 from dflash_jax.decoding.state import DecodeState, Setup, resize, without_pools
 from dflash_jax.engine.buckets import PIECES_OF_ONE, round_up
+from dflash_jax.engine.cascade import GROUPS, Sharers, Sharing
 from dflash_jax.engine.masked_cycles import DRAFT_DONATES, JUDGE_DONATES, VERIFY_DONATES
 from dflash_jax.engine.requests import STOP_WIDTH, Needs, Request, empty_state, request_rows
 from dflash_jax.engine.resources import MAX_CYCLES, Resources
@@ -69,14 +70,18 @@ def warmup_jobs(
             for length, width in itertools.product(core.verify_lengths(setup, size), buckets.width):
                 jobs = Jobs(core, core.verifying(setup, length, size), STOP_WIDTH)
                 yield jobs.loop(size, width)
-                if shares_pay(core, size, length, width):
-                    yield jobs.loop(size, width, shared=True)
+                yield from (jobs.loop(size, width, shared=form) for form in forms_that_pay(core, size, length, width))
 
 
-def shares_pay(core: Resources, slots: int, length: int, width: int) -> bool:
-    """Whether cycles of such a program may read shared pages once: it pays where all slots share all of a table's columns."""
-    policy = core.cascade_policy
-    return policy is not None and slots > 1 and policy.saved_s(slots, slots, length, width * core.page_size) > 0
+def forms_that_pay(core: Resources, slots: int, length: int, width: int) -> Iterator[Sharing]:
+    """How cycles of such a program may read shared pages once: it pays where all slots share all of a table's columns, and in two
+    groups where halves of them do."""
+    policy, tokens = core.cascade_policy, width * core.page_size
+    whole, half = Sharers(slots, tokens), Sharers(slots // 2, tokens)
+    if policy is not None and slots > 1 and policy.saved_s([whole], slots, length) > 0:
+        yield "group"
+        if slots > 3 and policy.saved_s([half, half], slots, length) > 0:
+            yield "groups"
 
 
 def snapshot_jobs(core: Resources, slots: int) -> Iterator[partial[None]]:
@@ -181,8 +186,8 @@ class Jobs:
         call = (None, self._state(slots), numbers, arrays, logits, masks)
         return partial(self.prepare, admit_program, (setup,), (1,), *call)
 
-    def loop(self, slots: int, width: int, *, shared: bool = False) -> partial[None]:
-        """`shared`: one that reads shared pages once."""
+    def loop(self, slots: int, width: int, *, shared: Sharing | None = None) -> partial[None]:
+        """`shared`: one that reads the pages that a group shares once, or those of several groups."""
         retired, more = np.zeros((slots,), bool), self._more(slots, shared=shared)
         if self.setup.mode == "structured":
             return self._masked_cycle(slots, width, retired, *more)
@@ -190,10 +195,11 @@ class Jobs:
         told = (retired,) if self.setup.exact else ()  # which of them draft
         return partial(self.prepare, loop, (self.setup, MAX_CYCLES), (2,), *call, *more, *told)
 
-    def _more(self, slots: int, *, shared: bool) -> tuple[Any, Any]:
+    def _more(self, slots: int, *, shared: Sharing | None) -> tuple[Any, Any]:
         """Estimate and shared pages, as `loop` takes them."""
         estimate = jax.ShapeDtypeStruct((self.setup.width,), np.float32) if self.setup.per_request else None
-        return estimate, np.zeros((slots,), np.int32) if shared else None
+        shape = (slots,) if shared == "group" else (GROUPS, slots)
+        return estimate, None if shared is None else np.zeros(shape, np.int32)
 
     def _masked_cycle(self, slots: int, width: int, retired: np.ndarray, estimate: Any, shared: Any) -> partial[None]:
         """Named by the first of a cycle's programs; compiles all of them."""

@@ -24,7 +24,7 @@ from jaxtyping import Float
 from dflash_jax.config import DecoderConfig
 from dflash_jax.errors import ParameterError
 
-# A scale puts the largest number seen in calibration here; e4m3 ends at 448, so twice as large ones still fit.
+# A scale puts the largest number seen in calibration here (`load(scale_range)`); e4m3 ends at 448: twice as large ones still fit.
 CALIBRATED_TO = 200.0
 # The same for a channel of int8 values, which end at 127: a quarter more still fits, and finer steps are worth more than room.
 INT8_CALIBRATED_TO = 100.0
@@ -39,11 +39,13 @@ KEY_SCALED = ("int8", "int8_keys")
 @dataclass(frozen=True)
 class CacheScales:
     """Scales of every layer's keys and values, each `[K]` float32; for a latent row one number `[]` in `k`, and none in `v`; for
-    int8 pools none in `k`, and `[K, V]` in `v`, or none with other values.
+    int8 pools none in `k`, and `[K, V]` in `v`, or none with other values. In `q` one number `[]` for queries of latent rows, or
+    none where they were not looked at.
     """
 
     k: tuple[np.ndarray, ...]
     v: tuple[np.ndarray, ...] = ()
+    q: tuple[np.ndarray, ...] = ()
 
 
 type CacheFormat = str | tuple[str | None, ...] | None
@@ -91,6 +93,20 @@ def without_layers(config: DecoderConfig, cache_dtype: str | None, skip: Sequenc
             f"cache_dtype_skip_layers leaves no layer of {len(kept)} for cache_dtype={cache_dtype!r}: leave both out"
         )
     return kept
+
+
+def check_query_dtype(config: DecoderConfig, query_dtype: str | None) -> None:
+    """Raises ParameterError unless queries of `config` over float8 pages can be rounded so."""
+    if query_dtype is None:
+        return
+    if not getattr(config, "kv_lora_rank", 0):
+        raise ParameterError(
+            f"query_dtype={query_dtype!r} is for latent attention, this target keeps keys and values of heads: leave it out"
+        )
+    if getattr(config, "index_topk", 0):
+        raise ParameterError(
+            f"query_dtype={query_dtype!r} is for attention to all rows, here an indexer chooses some: leave it out"
+        )
 
 
 def check_cache_dtype(config: DecoderConfig, cache_dtype: str | None) -> None:
@@ -166,19 +182,22 @@ def repeated_scales(scales: CacheScales, config: DecoderConfig, held: DecoderCon
             np.repeat(one, wide // heads, axis=0) if one.ndim else one for one, (heads, _), (wide, _) in shapes
         )
 
-    return CacheScales(often(scales.k), often(scales.v))
+    return CacheScales(often(scales.k), often(scales.v), scales.q)
 
 
-def scale_for(largest: Float[np.ndarray, "..."], what: str) -> Float[np.ndarray, "..."]:
+def scale_for(largest: Float[np.ndarray, "..."], what: str, reach: float = CALIBRATED_TO) -> Float[np.ndarray, "..."]:
     """Scales for numbers up to `largest`: powers of two, so that dividing and multiplying by them is exact.
 
     Where nothing but zeros was seen the scale is 1, never 0.
+
+    Args:
+      reach: the number of float8 that the largest lies at, or below.
 
     Raises:
       ParameterError: a number is not finite.
     """
     largest = _finite(largest, what)
-    wanted = np.where(largest > 0, largest, CALIBRATED_TO) / CALIBRATED_TO
+    wanted = np.where(largest > 0, largest, reach) / reach
     # Kept inside float32 whatever was seen.
     exponents = np.clip([math.ceil(math.log2(value)) for value in wanted.reshape(-1)], -120, 120)
     return np.asarray(np.exp2(exponents).reshape(largest.shape), np.float32)

@@ -80,7 +80,14 @@ from dflash_kernels.matmul.quantized_output.api import (
 )
 from dflash_kernels.matmul.weight_only.api import quantized_linear
 from dflash_kernels.norm.api import embed_norm, reduce_add_norm, stream_norm
-from dflash_kernels.quantize.api import column_scales, quantize_groups, quantize_nvfp4, quantize_tensor, swizzle_scales
+from dflash_kernels.quantize.api import (
+    column_scales,
+    dequantize_tensor,
+    quantize_groups,
+    quantize_nvfp4,
+    quantize_tensor,
+    swizzle_scales,
+)
 from dflash_kernels.ranks.api import (
     GATHERED,
     gather_ranks,
@@ -141,6 +148,7 @@ __all__ = [
     "dense_refusal",
     "dense_scores",
     "dequantize_output",
+    "dequantize_tensor",
     "embed_norm",
     "filter_logits",
     "filtered_choice",

@@ -57,6 +57,23 @@ def test_tokens_that_pad_a_text_are_not_counted(config) -> None:
     assert (largest(calibrate(config, params, [[*TEXTS[0], LOUD]])) >= 64 * together).all()
 
 
+def test_queries_and_what_scales_aim_at() -> None:
+    """The joined query in float64: `q_nope @ w_uk` beside the rotated part, whose largest number no rotation makes larger."""
+    params = params_with_a_loud_token(MLA)
+    found, lower = calibrate(MLA, params, TEXTS), calibrate(MLA, params, TEXTS, reach=(50.0, 25.0, 200.0))
+    x = np.asarray(params["embed.weight"], np.float64)[np.concatenate(TEXTS)]
+    x = x / np.sqrt((x**2).mean(-1, keepdims=True) + MLA.norm_eps) * np.asarray(params["layers.0.input_norm.weight"])
+    q = (x @ np.asarray(params["layers.0.attn.q_proj.weight"], np.float64).T).reshape(-1, 2, 12)
+    up = np.asarray(params["layers.0.attn.kv_b_proj.weight"], np.float64).reshape(2, 16, 128)[:, :8]
+    joined = np.abs(np.einsum("tnp,npr->tnr", q[..., :8], up)).max()
+    pairs = np.hypot(q[..., 8::2], q[..., 9::2]).max()
+    scale = float(found.q[0])
+    assert joined <= 200 * scale * (1 + 1e-5)
+    assert max(joined, pairs) >= 100 * scale * (1 - 1e-5)
+    assert float(lower.q[0]) == 4 * scale
+    assert float(lower.k[0]) == 8 * float(found.k[0])
+
+
 def test_values_against_the_projection_itself() -> None:
     """Each head's largest value of a text's tokens, in float64, lies between 100 and 200 scales."""
     params = params_with_a_loud_token(GQA)

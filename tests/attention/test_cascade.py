@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from dflash_kernels import paged_attention, paged_schedule
+from dflash_kernels import paged_attention, paged_schedule, ragged_paged_attention
 
 from dflash_jax.attention.cascade import cascade_attention, split_tables
 
@@ -40,7 +40,7 @@ def options_of(case: Case) -> dict[str, Any]:
 def cascaded(
     case: Case, shared: int | Sequence[int] | np.ndarray = SHARED, **changes: Any
 ) -> tuple[np.ndarray, np.ndarray]:
-    """`shared`: of each row; one number for all rows that are not idle."""
+    """`shared`: of each row, or by group of each; one number for all rows that are not idle."""
     q, k, v, table, lens, q_lens = case.arrays()
     given = {"q_lens": q_lens, "return_lse": True} | options_of(case) | changes
     pages = np.where(case.seq_lens > 0, shared, 0) if np.ndim(shared) == 0 else np.array(shared)
@@ -80,6 +80,75 @@ def test_some_share_nothing() -> None:
     np.testing.assert_allclose(lse, true_lse, rtol=4e-6, atol=4e-6)
     everyone = np.where(case.seq_lens > 0, SHARED, 0)
     assert np.abs(cascaded(case, everyone)[0] - true_out).max() > 0.1, "whoever shares nothing reads its own pages"
+
+
+GROUPED_LENS, GROUPED_QUERIES = [40, 0, 28, 25, 61, 33, 44, 30, 12], [4, 4, 4, 1, 2, 4, 0, 4, 4]
+
+
+def case_of_groups(**options: Any) -> tuple[Case, np.ndarray]:
+    """Three rows share three pages, two share two, the others nothing; a row is idle, one has no query. What each shares, by group:
+    the second of four is of nobody, and so is the last."""
+    case = make_case(GROUPED_LENS, GROUPED_QUERIES, t=T, group=3, page_size=PAGE, seed=4, **options)
+    shared = np.zeros((4, len(GROUPED_LENS)), np.int32)
+    for group, rows, pages in ((0, [4, 0, 2], 3), (2, [7, 5], 2)):
+        case.page_table[rows, :pages] = case.page_table[rows[0], :pages]
+        shared[group, rows] = pages
+    return case, shared
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"sinks": SINKS}, {"soft_cap": 1.5, "scale": 0.3}, {"causal": False}], ids=["plain", "sinks", "cap", "block"]
+)  # fmt: skip
+def test_several_groups_agree_with_float64(options: dict[str, Any]) -> None:
+    case, shared = case_of_groups(**options)
+    (out, lse), (true_out, true_lse) = cascaded(case, shared), oracle(case)
+    np.testing.assert_allclose(out, true_out, rtol=0, atol=4e-6)
+    np.testing.assert_allclose(lse, true_lse, rtol=4e-6, atol=4e-6)
+    swapped = shared[[0, 1, 2, 3]][:, [2, 1, 0, 3, 5, 4, 6, 7, 8]]  # a row of each group in the other one
+    assert np.abs(cascaded(case, swapped)[0] - true_out).max() > 0.1
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4, 9])
+def test_groups_of_any_number_and_size(groups: int) -> None:
+    """Drawn members and pages, ragged sizes, groups of one sequence and of none, NaN wherever nobody may look."""
+    rng = np.random.default_rng(groups)
+    for _ in range(3):
+        case = make_case(GROUPED_LENS, GROUPED_QUERIES, t=T, group=3, page_size=PAGE, seed=groups)
+        shared = np.zeros((groups, len(GROUPED_LENS)), np.int32)
+        of = rng.integers(-1, groups, len(GROUPED_LENS))
+        for group in range(groups):
+            rows = np.flatnonzero((of == group) & (case.seq_lens > T + PAGE))
+            if rows.size:
+                pages = int(rng.integers(1, (case.seq_lens[rows].min() - T) // PAGE + 1))
+                case.page_table[rows, :pages] = case.page_table[rows[0], :pages]
+                shared[group, rows] = pages
+        (out, lse), (true_out, true_lse) = cascaded(case, shared), oracle(case)
+        np.testing.assert_allclose(out, true_out, rtol=0, atol=4e-6)
+        np.testing.assert_allclose(lse, true_lse, rtol=4e-6, atol=4e-6)
+
+
+@pytest.mark.parametrize("stored", [ml_dtypes.float8_e4m3fn, np.int8], ids=["fp8", "int8"])
+def test_several_groups_in_eight_bits(stored: Any) -> None:
+    case, shared = case_of_groups(stored=stored)
+    np.testing.assert_allclose(cascaded(case, shared)[0], oracle(case)[0], rtol=0, atol=2e-5)
+
+
+def test_several_groups_over_packed_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel for prompts takes the queries of every group side by side; its definition stands for it here."""
+    packed = functools.partial(ragged_paged_attention, implementation="xla")
+    seen: list[tuple[int, ...]] = []
+
+    def called(q: Any, *rest: Any, implementation: str, **options: Any) -> Any:
+        seen.append(q.shape)
+        return packed(q, *rest, **options)
+
+    monkeypatch.setattr("dflash_jax.attention.cascade.fills", lambda *_: True)
+    monkeypatch.setattr("dflash_jax.attention.cascade.ragged_paged_attention", called)
+    case, shared = case_of_groups(sinks=SINKS)
+    (out, lse), (true_out, true_lse) = cascaded(case, shared), oracle(case)
+    assert seen == [(len(GROUPED_LENS) * T, 6, case.q.shape[-1])]
+    np.testing.assert_allclose(out, true_out, rtol=0, atol=4e-6)
+    np.testing.assert_allclose(lse, true_lse, rtol=4e-6, atol=4e-6)
 
 
 def test_a_block_sees_all_of_itself() -> None:
@@ -134,7 +203,7 @@ def test_real_sizes_on_a_gpu(name: str, t: int) -> None:
     """1,024 shared keys; rows just past them, with fewer queries, without any and idle. NaN wherever nobody may look."""
     pages = 16
     lens, q_lens = [1600, 0, 1024 + t, 1100, 1025, 1911, 1500, 1024 + 64], [t, t, t, 1, 1, t, 0, min(t, 7)]
-    made = {"dtype": ml_dtypes.bfloat16} | LARGE[name]
+    made: dict[str, Any] = {"dtype": ml_dtypes.bfloat16} | LARGE[name]
     case = make_case(lens, q_lens, t=t, kv_heads=8, group=4, head_dim=128, page_size=64, seed=t, **made)
     case.q *= np.asarray(4, case.q.dtype)  # weights that a few keys have for themselves: one too many or too few shows
     case.page_table[np.array(lens) > 0, :pages] = case.page_table[0, :pages]

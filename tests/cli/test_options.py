@@ -19,9 +19,10 @@ TYPED = {
     "num_pages": ("9", 9), "state_snapshots": ("0", 0),
     "proposals": ("argmax", "argmax"), "cache_dtype": ("fp8", "fp8"),
     "cache_dtype_skip_layers": ("0,sliding_window", ["0", "sliding_window"]), "draft_cache_dtype": ("fp8", "fp8"),
-    "attention_output": ("nvfp4", "nvfp4"),
+    "attention_output": ("nvfp4", "nvfp4"), "query_dtype": ("fp8", "fp8"), "scale_range": ("200,100,50.5", [200, 100, 50.5]),
     "weight_dtype": ("int8", "int8"), "draft_weight_dtype": ("fp8", "fp8"), "verify_length": ("auto", "auto"),
     "draft_window": ("128", 128), "exact": (None, True), "tp": ("2", 2), "vision": ("no", False),
+    "vision_attention_dtype": ("fp8", "fp8"), "vision_scales": ("v.json", "v.json"),
     "decode_context_parallel_size": ("2", 2),
     "revision": ("v1", "v1"), "draft_revision": ("v2", "v2"), "calibration": ("FILE", ["a"]), "cache_scales": ("s.json", "s.json"),
 }  # fmt: skip
@@ -68,6 +69,14 @@ def test_what_is_not_typed_keeps_its_default():
         ({"draft_weight_dtype": "mxfp4"}, "draft_weight_dtype must be None, int8, fp8 or fp8_dynamic, got 'mxfp4'"),
         ({"attention_output": "fp4"}, "attention_output must be None, fp8, fp8_groups or nvfp4, got 'fp4'"),
         ({"attention_output": "fp8"}, 'multiplied by float8 weights: add weight_dtype="fp8_dynamic"'),
+        ({"query_dtype": "int8", "cache_dtype": "fp8"}, "query_dtype must be None or fp8, got 'int8'"),
+        ({"query_dtype": "fp8"}, "query_dtype='fp8' is for cache_dtype=\"fp8\": give both"),
+        ({"scale_range": (200, 200), "cache_dtype": "fp8"}, r"three numbers from 1 to 448, .* got \(200, 200\)"),
+        ({"scale_range": (200, 0, 449), "cache_dtype": "fp8"}, "three numbers from 1 to 448"),
+        ({"scale_range": (9, 9, 9), "cache_dtype": "fp8"}, "scales that are found: add calibration"),
+        ({"scale_range": (9, 9, 9), "cache_dtype": "int8", "calibration": ["a"]}, "not 'int8': leave it out"),
+        ({"vision_scales": "a.json"}, 'vision_scales are for vision_attention_dtype="fp8": give both'),
+        ({"vision_attention_dtype": "int8"}, "vision_attention_dtype must be None or fp8, got 'int8'"),
         ({"calibration": "a text"}, r"a list of texts or of token ids, got one text: \['a text'\]"),
         ({"calibration": ["a"]}, 'calibration finds scales for cache_dtype "fp8" and "int8", not for None'),
     ],
@@ -82,4 +91,4 @@ def test_what_no_model_could_take_is_refused(given, message):
 
 def test_an_unknown_option_is_named():
     with pytest.raises(TypeError, match="unexpected keyword argument 'max_batches'; there are draft, dtype"):
-        dj.load(max_batches=3)
+        dj.load(max_batches=3)  # pyright: ignore[reportCallIssue]

@@ -1,6 +1,7 @@
 """Releases in float8: every number against float64, for each way that scales are kept in, and what is wrong with a folder."""
 
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from dflash_jax.checkpoints import huggingface
 from dflash_jax.checkpoints.converted import open_converted
 from dflash_jax.checkpoints.huggingface import open_checkpoint
 from dflash_jax.checkpoints.quantized import dequantized
+from dflash_jax.checkpoints.quantized.scaled import Scaled
+from dflash_jax.checkpoints.safetensors import Tensor
 from dflash_jax.errors import CheckpointError, ConfigError
 from dflash_jax.models.parameters import to_huggingface
 from dflash_jax.parallel.ranks import local_ranks
@@ -127,6 +130,32 @@ def test_one_scale_for_each_tensor(hf, scheme, suffix):
     assert "left out" not in notices
 
 
+@pytest.mark.parametrize(
+    ("said", "block", "rounds"),
+    [
+        ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]}, (1, 512), "dynamic"),
+        (
+            {
+                "quant_method": "modelopt", "quant_algo": "FP8", "producer": {"name": "modelopt"}, "ignore": ["lm_head"],
+                "kv_cache_scheme": {"num_bits": 8, "type": "float", "dynamic": False},
+            },
+            None, "static",
+        ),
+    ],
+    ids=["rows", "tensors"],
+)  # fmt: skip
+def test_what_other_tools_call_scales(hf, said, block, rounds):
+    folder, exact = release(hf, hf.qwen3_config, said, block, shards=1)
+    beside = "input_scale_ub" if block else "input_scale"
+    stored = {name.replace("_scale_inv", "_scale"): one for name, one in load(folder / "model.safetensors").items()}
+    of_activations = [name.replace("weight_scale", beside) for name in stored if name.endswith("weight_scale")]
+    put(folder, stored | dict.fromkeys(of_activations, np.ones((), np.float32)))
+    check_every_number(folder, exact, "bfloat16")
+    checkpoint = open_checkpoint(folder)
+    assert checkpoint.cache_dtype == ("fp8" if "kv_cache_scheme" in said else None)
+    assert f"(float8, {rounds})" in checkpoint.notices[1]
+
+
 @pytest.mark.parametrize("kind", ["float32", "float8_e8m0fnu", "uint8"])
 def test_scales_that_are_powers_of_two(hf, kind):
     """Down to the smallest exponents, whose products are denormal in float32."""
@@ -156,6 +185,27 @@ def test_shares_of_two_gpus(hf, config, bits):
         ours, theirs = (open_checkpoint(one).load(ranks=ranks) for one in (folder, plain))
     assert ours.keys() == theirs.keys()
     assert all(bits(ours[name]) == bits(array) for name, array in theirs.items())
+
+
+def test_memory_stays_far_below_a_matrix(hf):
+    """128 MB of numbers, 32 MB of codes: no more than a slab of codes and a few pieces are held at a time."""
+    weight = dequantized.Dequantized.of("weight", _large(hf.root / "large"), "bfloat16")
+    tracemalloc.start()
+    try:
+        total = sum(piece.size for piece in weight.pieces(2 << 20))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert total == 4096 * 8192
+    assert peak < 24 << 20
+
+
+def _large(path: Path) -> Scaled:
+    """A matrix of zeros in a file that takes no room on disk."""
+    with path.open("wb") as file:
+        file.truncate(4096 * 8192 + 32 * 64 * 4)
+    codes, scales = Tensor("w", "F8_E4M3", (4096, 8192), path, 0), Tensor("s", "F32", (32, 64), path, 4096 * 8192)
+    return Scaled(codes, scales, dequantized.float8, (4096, 8192), 4096, (128, 128))
 
 
 def test_a_release_is_told_of(hf):
@@ -216,9 +266,8 @@ def test_a_plan_names_what_it_does(hf, capsys):
 
 def broken(folder: Path, **changes: np.ndarray | None) -> str:
     """The problems of a folder with a projection's tensors changed, or None for taken away."""
-    stored = load(folder / "model.safetensors")
-    for part, value in changes.items():
-        stored[f"{Q}.{part}"] = value
+    changed = {f"{Q}.{part}": value for part, value in changes.items()}
+    stored = load(folder / "model.safetensors") | changed
     put(folder, {name: value for name, value in stored.items() if value is not None})
     with pytest.raises(CheckpointError) as caught:
         open_checkpoint(folder).load()
@@ -263,6 +312,12 @@ def test_a_missing_shard_hides_no_other_problem(hf):
         open_checkpoint(folder)
     assert len(caught.value.problems) == 1
     assert "model-00002-of-00003.safetensors is missing" in caught.value.problems[0]
+
+
+def test_other_formats_of_modelopt_are_refused(hf):
+    folder, _ = release(hf, hf.qwen3_config, {"quant_method": "modelopt", "quant_algo": "NVFP4"}, None)
+    with pytest.raises(ConfigError, match="quant_algo='NVFP4' in quantization_config, expected one of 'FP8'"):
+        open_checkpoint(folder)
 
 
 @pytest.mark.parametrize(

@@ -174,7 +174,7 @@ def test_missing_config_and_missing_weights(hf):
     ("key", "value", "method"),
     [
         ("quantization_config", {"quant_method": "bitsandbytes", "load_in_4bit": True}, "'bitsandbytes'"),
-        ("quantization_config", {"quant_method": "modelopt", "quant_algo": "NVFP4"}, "'modelopt'"),
+        ("quantization_config", {"quant_method": "quark", "quant_mode": "eager_mode"}, "'quark'"),
         ("quantization", {"group_size": 64, "bits": 4}, "'group_size': 64"),  # as MLX writes it
     ],
 )

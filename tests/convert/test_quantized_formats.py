@@ -141,15 +141,12 @@ FOLDERS: dict[str, tuple[Maker, dict[str, Any], str]] = {
 }  # fmt: skip
 
 
-def release(
-    hf: Any, kind: str, config: dict[str, Any] | None = None, shards: int = 1, **said: Any
-) -> tuple[Path, Tensors]:
+def release(hf: Any, kind: str, shards: int = 1, **said: Any) -> tuple[Path, Tensors]:
     """A folder with projections quantized, and what its tensors stand for; sizes are those that fill words."""
-    config = hf.qwen3_config if config is None else config
+    config: dict[str, Any] = hf.qwen3_config
     make, about, _ = FOLDERS[kind]
     stored, exact, rng = dict[str, np.ndarray](), dict[str, np.ndarray](), np.random.default_rng(0)
-    extra = BIASES if config["model_type"] == "deepseek_v3" else {}
-    for name, tensor in hf.tensors(config, extra=extra).items():
+    for name, tensor in hf.tensors(config).items():
         stored[name] = exact[name] = tensor
         if is_projection(name, tensor):
             del stored[name]
@@ -252,6 +249,7 @@ BROKEN: dict[str, tuple[str, Tensors, str]] = {
         "int4", {".weight_zero_point": np.zeros((3, 4), np.int32)},
         f"tensor {Q}.weight_zero_point is int32 [3, 4], expected int32 [4, 4]",
     ),
+    "no matrix": ("int8", {".weight": np.zeros((), np.int8)}, f"tensor {Q}.weight has shape [], expected a matrix"),
     "no zeros": ("gptq", {".qzeros": np.zeros(0)}, f"tensor {Q}.qweight has no {Q}.qzeros"),
     "zeros' shape": ("awq", {".qzeros": np.zeros((4, 5), np.int32)}, f"tensor {Q}.qzeros is int32 [4, 5], expected int32 [4, 4]"),
     "scales' dtype": ("gptq", {".scales": np.ones((4, 32), np.int32)}, f"tensor {Q}.scales is int32 [4, 32], expected bfloat16 or"),

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -186,6 +187,17 @@ def test_pages_in_eight_bits(config, cache_dtype, plain) -> None:
         assert drafted == run(make_engine(**options), texts, draft=False)[0]
 
 
+def test_queries_in_float8() -> None:
+    """Blocks and prompts alike; drafting changes no token, and that they are rounded changes some."""
+    texts = prompts()[:2]
+    first = make_engine(cache_dtype="fp8", query_dtype="fp8")
+    drafted, counts = run(first, texts)
+    assert all(len(row) > 0 for row in counts)
+    assert drafted[1:] == run(first, texts[1:], draft=False)[0]
+    assert np.asarray(first.take_pools()[0].q_scale).tolist() == [1.0, 1.0]
+    assert drafted != run(make_engine(cache_dtype="fp8", draft=None), texts, draft=False)[0]
+
+
 def test_pools_are_never_copied(engine, plain) -> None:
     """Programs hold no copy of a whole pool: neither the loop over cycles nor the one over a prompt's context chunks."""
     shapes = "|".join(",".join(map(str, pool.shape)) for pages in engine.take_pools() for pool in pages.k[:1])
@@ -232,10 +244,21 @@ def test_a_pair_of_checkpoints_through_load_and_generate(tmp_path) -> None:
     model = dj.load(
         tmp_path / "target", draft=False, page_size=16, max_model_len=96, cache_dtype="fp8", calibration=texts
     )
-    scales = [float(scale) for scale in model.engine.take_pools()[0].k_scale]
-    params = family_of(target).config(target), model.engine.weights["target"]
+    scales = np.asarray(model.engine.take_pools()[0].k_scale).tolist()
+    stored: Any = model.engine.weights["target"]
+    params = family_of(target).config(target), stored
     assert scales == [float(scale) for scale in calibrate(*params, texts).k]
     assert max(scales) < 1  # of rows whose largest number lies far below 200
+    assert model.engine.take_pools()[0].q_scale == ()
+    model = dj.load(
+        tmp_path / "target", draft=False, page_size=16, max_model_len=96, cache_dtype="fp8", calibration=texts,
+        query_dtype="fp8", scale_range=(50, 400, 400),
+    )  # fmt: skip
+    found = calibrate(*params, texts, reach=(50.0, 400.0, 400.0))
+    pools = model.engine.take_pools()[0]
+    of_pools = np.asarray((*pools.k_scale, *pools.q_scale)).tolist()
+    assert of_pools == [float(scale) for scale in (*found.k, *found.q)]
+    assert [float(scale) for scale in found.k] == [scale / 2 for scale in scales]
     out = dj.generate(model, prompts((20,)), dj.SamplingParams(max_tokens=5, ignore_eos=True))
     assert len(out[0].token_ids) == 5
     with pytest.raises(ParameterError, match="leave it out"):

@@ -49,7 +49,8 @@ KNOWN = {
     ],
     "a shared beginning read apart: windows, sinks, idle rows, pages that are not whole or not everyone's": [
         (CASCADE, "test_agrees_with_float64"), (CASCADE, "test_some_share_nothing"),
-        (SHARERS, "test_the_beginning_that_saves_most"), (SHARERS, "test_texts_are_those_of_requests_alone"),
+        (SHARERS, "test_the_beginnings_that_save_most"), (SHARERS, "test_texts_are_those_of_requests_alone"),
+        (CASCADE, "test_groups_of_any_number_and_size"), (SHARERS, "test_texts_of_several_groups_are_those_of_requests_alone"),
     ],
     "static sinks added twice, or to rows of length 0": [
         (STATIC, "test_tables_are_made_anew_each_time"), (STATIC, "test_queries_see_the_sinks_ahead_of_their_sequence"),

@@ -214,10 +214,40 @@ def test_arguments_that_do_not_agree(changes: dict[str, Any], message: str) -> N
         inspect.unwrap(mla_attention)(**arrays, **options, scale=1.0)
 
 
-def test_queries_in_eight_bits_are_refused() -> None:
+@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("q_scale", [None, 0.0625])
+def test_float8_queries_stand_for_their_number_times_the_scale(
+    dtype: Any, q_scale: float | None, implementation: str
+) -> None:
+    case = latent_case([70, 5], [3, 2], t=3)
+    q, rows = (jnp.asarray(one).astype(jnp.float8_e4m3fn) for one in (case.q, case.k_pages))
+    wide = {"q": np.asarray(q, np.float32) * (q_scale or 1), "k_pages": np.asarray(rows, np.float32) * 0.25}
+    true_out, true_lse = true_values(dataclasses.replace(case, **wide))
+    _, _, _, table, lens, q_lens = case.arrays()
+    out, lse = mla_attention(
+        q, rows, table, lens, q_lens=q_lens, kv_lora_rank=RANK, scale=0.2, latent_scale=0.25, q_scale=q_scale, dtype=dtype,
+        return_lse=True, implementation=implementation,
+    )  # fmt: skip
+    assert out.dtype == dtype
+    eps = 5e-6 if dtype == np.float32 else 2 * float(jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(np.asarray(out, np.float64), true_out, rtol=0, atol=eps)
+    np.testing.assert_allclose(lse, true_lse, rtol=1e-5, atol=1e-5)
+
+
+def test_other_queries_in_eight_bits_are_refused() -> None:
     q, pages, _, table, lens, _ = latent_case([70, 5], t=1).arrays()
-    with pytest.raises(ValueError, match=r"q must be .* only pages may have eight bits"):
-        mla_attention(q.astype(jnp.float8_e4m3fn), pages, table, lens, kv_lora_rank=RANK, scale=1.0)
+    eight = q.astype(jnp.float8_e4m3fn)
+    rows = pages.astype(jnp.float8_e4m3fn)
+    options: Any = {"kv_lora_rank": RANK, "scale": 1.0}
+    for wrong, over in ((eight, pages), (q.astype(jnp.float8_e5m2), rows)):
+        with pytest.raises(ValueError, match=r"q must be .* only pages, and queries beside float8_e4m3fn ones, may"):
+            mla_attention(wrong, over, table, lens, **options)
+    left_over: list[dict[str, Any]] = [{"q_scale": 1.0}, {"dtype": jnp.bfloat16}]
+    for given in left_over:
+        with pytest.raises(
+            ValueError, match="q_scale and dtype are for queries and pages in float8_e4m3fn, these are float32"
+        ):
+            mla_attention(q, rows, table, lens, **options, **given)
 
 
 def test_latents_are_written_to_their_slots_alone(implementation: str) -> None:

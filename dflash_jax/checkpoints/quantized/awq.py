@@ -4,7 +4,7 @@
     X.qzeros   int32 [G, F / 8]
     X.scales   float16 [G, F]
 
-The eight numbers of a word are output channels 0, 2, 4, 6, 1, 3, 5 and 7, from the lowest bits on. Sources: "AWQ: Activation-aware
+The eight numbers of a word are in an order of their own, `_CHANNELS`. Sources: "AWQ: Activation-aware
 Weight Quantization for LLM Compression and Acceleration", arXiv 2306.00978; AutoAWQ, `WQLinear_GEMM`.
 """
 
@@ -13,32 +13,38 @@ from typing import Any
 
 import numpy as np
 
-from dflash_jax.checkpoints.quantized.dequantized import Decoder, bytes_from, unpacked
+from dflash_jax.checkpoints.quantized.dequantized import Decoder, bytes_from
 from dflash_jax.checkpoints.quantized.grouped import SUFFIXES, Grouped, finder
 from dflash_jax.checkpoints.quantized.release import Release, check_names, group_size, one_of, refuse_unknown
+from dflash_jax.checkpoints.safetensors import Tensor
 
 # What was done to find the numbers, and what engines would do with them.
 _KNOWN = (
     "backend bits do_fuse exllama_config format fuse_max_seq_len group_size modules_to_fuse modules_to_not_convert quant_method "
     "version zero_point"
 ).split()
-# Where in a word the output channels 0 to 7 stand.
-_PLACES = np.array([0, 4, 1, 5, 2, 6, 3, 7])
+# The output channels of a word's numbers, from the lowest bits on.
+_CHANNELS = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 class _Awq(Grouped):
     """A matrix packed along output channels, in the order of AWQ's kernels."""
 
     def read_codes(self, first: int, last: int) -> tuple[np.ndarray, Decoder]:
-        return np.ascontiguousarray(self._numbers(self.codes, first, last).T), bytes_from(0)
+        return self._numbers(self.codes, first, last), bytes_from(0)
 
     def read_zeros(self, first: int, last: int) -> np.ndarray:
         return self._numbers(self.zeros, first, last)
 
-    def _numbers(self, tensor: Any, first: int, last: int) -> np.ndarray:
+    def _numbers(self, tensor: Tensor, first: int, last: int) -> np.ndarray:
+        """Columns of a packed tensor `[R, F / 8]` as rows, uint8 `[last - first, R]`."""
         words, wanted = self.words(tensor, first, last)
-        numbers = unpacked(words, self.bits).reshape(len(words), -1, len(_PLACES))[..., _PLACES]
-        return numbers.reshape(len(words), -1)[:, wanted]
+        halves = np.ascontiguousarray(words.T).view(np.uint8).reshape(words.shape[1], -1, 4)
+        numbers = np.empty((len(halves), len(_CHANNELS), len(words)), np.uint8)
+        for place, channel in enumerate(_CHANNELS):
+            byte = halves[..., place // 2]
+            numbers[:, channel] = byte >> 4 if place % 2 else byte & 15
+        return numbers.reshape(-1, len(words))[wanted]
 
 
 def read_awq(said: Mapping[str, Any]) -> Release:

@@ -182,7 +182,8 @@ def _matrix(
         return None
     wrong = list[str]()
     for scheme in schemes:
-        shape = (*codes.shape[:-1], codes.shape[-1] * (32 // scheme.bits if scheme.bits else 1))
+        per_word = 32 // scheme.bits if scheme.bits else 1
+        shape = (*codes.shape[:-1], *(width * per_word for width in codes.shape[-1:]))
         decode = _UNPACKERS[scheme.bits] if scheme.bits else _DECODERS[codes.dtype]
         found = scaled(name, shape, codes, parts["scale"], decode, [scheme.block], wrong)
         if found is not None:

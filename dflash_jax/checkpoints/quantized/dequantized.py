@@ -23,6 +23,9 @@ from dflash_jax.errors import CheckpointError
 from dflash_jax.options import FLOAT_DTYPES
 
 SLAB = 8 << 20  # numbers
+# Columns are read row by row where they are fewer than one in so many, and out of whole rows otherwise, so many bytes at a time:
+# a request for some bytes takes as long as 20 kB.
+_FEW, _BAND_BYTES = 16, 1 << 20
 _EXPONENTS = ("F8_E8M0", "U8")  # dtypes of scales that are bare exponents: 2 ** (byte - 127)
 _E4M3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
 _PAIRS = np.array(
@@ -30,6 +33,7 @@ _PAIRS = np.array(
 )  # of four bits each, the lower ones first
 
 type Decoder = Callable[[np.ndarray], np.ndarray]
+type Spread = Callable[[np.ndarray], np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -40,27 +44,24 @@ class Rows:
       codes: uint8 `[n, bytes]`.
       decode: codes of some rows as new float32 `[m, D]`.
       scales: float32 `[n, G]`.
+      spread: numbers of G groups as each column's, `[n, D]`, or `[n, 1]` where all are in one.
       zeros: float32 `[n, G]`; None for zeros.
-      index: which of G columns is whose, `[D]`; None where there is one.
     """
 
     codes: np.ndarray
     decode: Decoder
     scales: np.ndarray
+    spread: Spread
     zeros: np.ndarray | None = None
-    index: np.ndarray | None = None
 
     def numbers(self, first: int, last: int) -> np.ndarray:
         """Rows `first` to before `last` of these, float32 `[last - first, D]`."""
         numbers = self.decode(self.codes[first:last])
         if self.zeros is not None:
-            numbers -= self._spread(self.zeros[first:last])
+            numbers -= self.spread(self.zeros[first:last])
         with np.errstate(over="ignore"):  # whoever reads them looks for infinite ones
-            numbers *= self._spread(self.scales[first:last])
+            numbers *= self.spread(self.scales[first:last])
         return numbers
-
-    def _spread(self, grid: np.ndarray) -> np.ndarray:
-        return grid if self.index is None else np.take(grid, self.index, axis=1)
 
 
 class Matrix(ABC):
@@ -150,7 +151,10 @@ def bytes_from(least: int) -> Decoder:
     """Whole numbers in a byte each, which is `least` where its bits are none."""
 
     def decode(codes: np.ndarray) -> np.ndarray:
-        return codes.astype(np.float32) + np.float32(least)
+        numbers = codes.astype(np.float32)
+        if least:
+            numbers += np.float32(least)
+        return numbers
 
     return decode
 
@@ -189,6 +193,12 @@ def read_columns(tensor: Tensor, first: int, last: int) -> np.ndarray:
     """Columns `first` to before `last` of a tensor `[R, C]`, in new memory `[R, last - first]`."""
     height, width = tensor.shape
     array = np.empty((height, last - first), DTYPES[tensor.dtype])
+    if _FEW * (last - first) >= width:
+        band = max(1, _BAND_BYTES // (width * array.itemsize))
+        for top in range(0, height, band):
+            count = min(band, height - top)
+            array[top : top + count] = read(tensor.part(top * width, (count, width)))[:, first:last]
+        return array
     wait_until_read(tensor.path, tensor.offset, tensor.nbytes)
     with tensor.path.open("rb", buffering=0) as file:
         for row in range(height):
@@ -222,24 +232,22 @@ def scales(tensor: Tensor, read_values: Callable[[Tensor], np.ndarray] = read) -
     return wide
 
 
-def columns_index(width: int, group: int) -> np.ndarray | None:
-    """For each column, its group of so many; None where all are in one."""
-    return None if group >= width else np.arange(width) // group
-
-
-def read_index(tensor: Tensor, groups: int) -> np.ndarray | None:
-    """For each column, its group as a tensor has it. None where it holds -1, which says that columns are in order.
+def read_spread(width: int, group: int, order: Tensor | None = None) -> Spread:
+    """What gives each of `width` columns its group's number: groups of so many in a row, or as a tensor has them.
 
     Raises:
-      CheckpointError: it names a group that has no scale.
+      CheckpointError: the tensor names a group that has no scale.
     """
-    index = read(tensor).astype(np.intp)
-    if (index == -1).any():
-        return None
-    if index.size and not (index.min() >= 0 and index.max() < groups):
-        raise CheckpointError(
-            str(tensor.path),
-            f"tensor {tensor.name} names groups {index.min()} .. {index.max()}, expected 0 .. {groups - 1}: the file is damaged, "
-            "fetch it again",
-        )
-    return index
+    if order is not None:
+        index, groups = read(order).astype(np.intp), -(-width // group)
+        if index.min() < -1 or index.max() >= groups:
+            raise CheckpointError(
+                str(order.path),
+                f"tensor {order.name} names groups {index.min()} .. {index.max()}, expected 0 .. {groups - 1}: the file is "
+                "damaged, fetch it again",
+            )
+        if index.min() >= 0:  # compressed-tensors has -1 for columns in order
+            return lambda grid: np.take(grid, index, axis=1)
+    if group >= width:
+        return lambda grid: grid
+    return lambda grid: np.repeat(grid, group, axis=1)[:, :width]

@@ -1,13 +1,14 @@
-"""`quant_method: "fp8"`: float8_e4m3fn with scales of blocks, as DeepSeek-V3 and the FP8 releases of Qwen3 have, or of tensors.
+"""Float8_e4m3fn with scales beside it: of blocks, as DeepSeek-V3 and the FP8 releases of Qwen3 have, of tensors, or of rows.
 
     X.weight             float8_e4m3fn [F, D]
     X.weight_scale_inv   one for each block, [F/128, D/128]; what numbers are multiplied with, whatever its name says
-    X.weight_scale       one for all, of AutoFP8 and vLLM
-    X.input_scale, X.activation_scale   what activations would be divided by, where `activation_scheme` is "static"
+    X.weight_scale       one for all, of AutoFP8, vLLM and ModelOpt; of each row, of FBGEMM
+    X.input_scale, X.activation_scale, X.input_scale_ub   what activations would be divided by, or their largest; not needed
 
 Experts in one tensor, `experts.gate_up_proj [E, 2F, D]`, have `experts.gate_up_proj_scale_inv`. With `scale_fmt: "ue8m0"` scales
 are powers of two, stored as such or as their exponents alone.
-Sources: "DeepSeek-V3 Technical Report", arXiv 2412.19437, section 3.3; transformers' FineGrainedFP8Config; vLLM's Fp8Config.
+`quant_method` is "fp8", "modelopt" with `quant_algo: "FP8"`, or "fbgemm_fp8". Sources: "DeepSeek-V3 Technical Report", arXiv
+2412.19437, section 3.3; transformers' FineGrainedFP8Config and FbgemmFp8Config; vLLM's Fp8Config and ModelOptFp8Config.
 """
 
 from collections.abc import Collection, Mapping
@@ -24,7 +25,7 @@ from dflash_jax.checkpoints.quantized.release import (
     positive_pair,
     refuse_unknown,
 )
-from dflash_jax.checkpoints.quantized.scaled import PER_TENSOR, Block, scaled
+from dflash_jax.checkpoints.quantized.scaled import PER_ROW, PER_TENSOR, Block, scaled
 from dflash_jax.checkpoints.safetensors import Tensor
 from dflash_jax.config import shown
 from dflash_jax.errors import ConfigError
@@ -35,7 +36,7 @@ _KNOWN = (
     "weight_block_size"
 ).split()
 _SCALES = ("_scale_inv", "_scale")
-_OF_ACTIVATIONS = ("input_scale", "activation_scale")
+_OF_ACTIVATIONS = ("input_scale", "activation_scale", "input_scale_ub")
 
 
 def read_float8(said: Mapping[str, Any]) -> Release:
@@ -51,11 +52,33 @@ def read_float8(said: Mapping[str, Any]) -> Release:
         raise ConfigError(
             f"config.json: weight_block_size in {KEY} must be two positive integers, rows and columns, got {shown(size)}"
         )
-    what = "float8 with a scale for each tensor" if block is None else f"float8 in blocks of {block[0]} x {block[1]}"
+    if block is None:
+        return _release("with a scale for each tensor", scheme or "dynamic", PER_TENSOR)
+    return _release(f"in blocks of {block[0]} x {block[1]}", scheme or "dynamic", block)
+
+
+def read_modelopt(said: Mapping[str, Any]) -> Release:
+    """`read_float8` of ModelOpt's float8."""
+    refuse_unknown(
+        "modelopt", said, "config_groups exclude_modules ignore producer quant_algo quant_method version".split()
+    )
+    one_of(said, "quant_algo", ("FP8",))
+    check_names(said, "exclude_modules", "ignore")
+    return _release("with a scale for each tensor", "static", PER_TENSOR)
+
+
+def read_fbgemm(said: Mapping[str, Any]) -> Release:
+    """`read_float8` of FBGEMM's float8."""
+    refuse_unknown("fbgemm_fp8", said, "activation_scale_ub modules_to_not_convert quant_method".split())
+    check_names(said, "modules_to_not_convert")
+    return _release("with a scale for each row", "dynamic", PER_ROW)
+
+
+def _release(scales: str, activations: str, block: Block) -> Release:
     return Release(
-        what,
-        f"float8, {scheme or 'dynamic'}",
-        partial(_find, block or PER_TENSOR),
+        f"float8 {scales}",
+        f"float8, {activations}",
+        partial(_find, block),
         {f".{suffix}": ".weight" for suffix in _OF_ACTIVATIONS} | dict.fromkeys(_SCALES, ""),
     )
 

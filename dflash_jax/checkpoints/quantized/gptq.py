@@ -40,7 +40,8 @@ class _FirstGptq(Grouped):
     def read_zeros(self, first: int, last: int) -> np.ndarray:
         words, wanted = self.words(self.zeros, first, last)
         # AutoGPTQ stores a zero of 0 as all ones, and cuts it off to its bits again.
-        return (unpacked(words, self.bits)[:, wanted] + np.uint8(self.less)) & np.uint8((1 << self.bits) - 1)
+        numbers = np.ascontiguousarray(unpacked(words, self.bits)[:, wanted].T)
+        return (numbers + np.uint8(self.less)) & np.uint8((1 << self.bits) - 1)
 
 
 class _SecondGptq(_FirstGptq):

@@ -16,10 +16,9 @@ from dflash_jax.checkpoints.quantized.dequantized import (
     Matrix,
     Rows,
     bytes_from,
-    columns_index,
     pairs_from,
     read_columns,
-    read_index,
+    read_spread,
     scales,
 )
 from dflash_jax.checkpoints.quantized.release import Found
@@ -55,14 +54,11 @@ class Grouped(Matrix):
         return (self.codes, self.scales, self.zeros, *(() if self.order is None else (self.order,)))
 
     def rows(self, first: int, last: int) -> Rows:
-        groups = self.scales.shape[0]
         grid = scales(self.scales, lambda tensor: read_columns(tensor, first, last))
-        index = columns_index(self.shape[-1], self.group)
-        if self.order is not None and (found := read_index(self.order, groups)) is not None:
-            index = found
+        spread = read_spread(self.shape[-1], self.group, self.order)
         codes, decode = self.read_codes(first, last)
         zeros = self.read_zeros(first, last).astype(np.float32)
-        return Rows(codes, decode, np.ascontiguousarray(grid.T), np.ascontiguousarray(zeros.T), index)
+        return Rows(codes, decode, np.ascontiguousarray(grid.T), spread, zeros)
 
     @abstractmethod
     def read_codes(self, first: int, last: int) -> tuple[np.ndarray, Decoder]:
@@ -70,7 +66,7 @@ class Grouped(Matrix):
 
     @abstractmethod
     def read_zeros(self, first: int, last: int) -> np.ndarray:
-        """Of the same, whole numbers `[G, last - first]`."""
+        """Of the same, whole numbers `[last - first, G]`."""
 
     def words(self, tensor: Tensor, first: int, last: int) -> tuple[np.ndarray, slice]:
         """The words that hold these columns of a tensor packed along them, and which of their numbers are these columns."""

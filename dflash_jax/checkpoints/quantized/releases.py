@@ -9,7 +9,7 @@ from dflash_jax.checkpoints.converted import main_dtype
 from dflash_jax.checkpoints.quantized.awq import read_awq
 from dflash_jax.checkpoints.quantized.compressed import read_compressed
 from dflash_jax.checkpoints.quantized.dequantized import Dequantized
-from dflash_jax.checkpoints.quantized.float8 import read_float8
+from dflash_jax.checkpoints.quantized.float8 import read_fbgemm, read_float8, read_modelopt
 from dflash_jax.checkpoints.quantized.gptq import read_gptq
 from dflash_jax.checkpoints.quantized.release import KEY, Release
 from dflash_jax.checkpoints.safetensors import Tensor
@@ -19,11 +19,13 @@ from dflash_jax.options import FLOAT_DTYPES
 FORMATS: Mapping[str, Callable[[Mapping[str, Any]], Release]] = {
     "awq": read_awq,
     "compressed-tensors": read_compressed,
+    "fbgemm_fp8": read_fbgemm,
     "fp8": read_float8,
     "gptq": read_gptq,
+    "modelopt": read_modelopt,
 }
 # What is left for `quantization.cache_scheme` of a file that also says how keys and values are kept.
-_OF_CACHE = "kv_cache_scheme"
+_OF_CACHE = ("kv_cache_scheme", "kv_cache_quant_algo")
 
 
 def take_release(values: Mapping[str, Any]) -> tuple[dict[str, Any], Release | None]:
@@ -45,12 +47,12 @@ def _without(values: Mapping[str, Any]) -> tuple[dict[str, Any], Release | None]
     said = values.get(KEY)
     if not isinstance(said, Mapping) or not _of_weights(said):
         return dict(values), None
-    cache = said.get(_OF_CACHE)
+    # AutoFP8 says "static"; the scales themselves then say that there are some.
+    cache = {key: said[key] for key in _OF_CACHE if said.get(key) not in (None, "static")}
     kept = {key: value for key, value in values.items() if key != KEY}
-    # AutoFP8 has a word for it; the scales themselves then say that there are some.
-    if isinstance(cache, Mapping):
-        kept[KEY] = {"quant_method": said["quant_method"], _OF_CACHE: cache}
-    weights = {key: value for key, value in said.items() if key != _OF_CACHE}
+    if cache:
+        kept[KEY] = {"quant_method": said["quant_method"], **cache}
+    weights = {key: value for key, value in said.items() if key not in _OF_CACHE}
     return kept, FORMATS[said["quant_method"]](weights)
 
 
@@ -59,6 +61,8 @@ def _of_weights(said: Mapping[str, Any]) -> bool:
     method = said.get("quant_method")
     if not isinstance(method, str) or method not in FORMATS:
         return False
+    if method == "modelopt":
+        return said.get("quant_algo") is not None
     groups = said.get("config_groups")
     if not isinstance(groups, Mapping):
         return groups is not None or method != "compressed-tensors"

@@ -11,10 +11,9 @@ from dflash_jax.checkpoints.quantized.dequantized import (
     Decoder,
     Matrix,
     Rows,
-    columns_index,
     is_scale_dtype,
     read,
-    read_index,
+    read_spread,
     scales,
 )
 from dflash_jax.checkpoints.safetensors import Tensor
@@ -60,10 +59,7 @@ class Scaled(Matrix):
         low, high = int(place[0]), int(place[-1]) + 1
         grid = scales(self.scales.part(low * groups, (high - low, groups)))[place - low]
         zeros = None if self.zeros is None else self.zeros(low, high)[place - low]
-        index = columns_index(self.shape[-1], block_columns)
-        if self.order is not None and (found := read_index(self.order, groups)) is not None:
-            index = found
-        return Rows(codes, self.decode, grid, zeros, index)
+        return Rows(codes, self.decode, grid, read_spread(self.shape[-1], block_columns, self.order), zeros)
 
 
 def scaled(

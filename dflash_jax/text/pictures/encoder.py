@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 from dflash_jax.attention.standalone.encoder import encoder_attention
 from dflash_jax.compile.programs import Programs
 from dflash_jax.models import Patches, VisionConfig, bind
+from dflash_jax.text.pictures.float8 import Float8Mixing, VisionScales
 from dflash_jax.text.pictures.packing import MOST_PICTURES, buckets, packed
 from dflash_jax.text.pictures.placed import Picture
 from dflash_jax.text.pictures.reading import Processor
@@ -32,6 +33,15 @@ def rows_of(config: VisionConfig, weights: Mapping[str, Array], patches: Patches
     """The program of a tower."""
     with jax.named_scope("vision"):
         return bind(config, weights)(patches, attended)
+
+
+def rows_in_float8(
+    config: VisionConfig, found: bool, weights: Mapping[str, Array], patches: Patches, numbers: Float[Array, "blocks 3"]
+) -> tuple[Array, Float[Array, "blocks 3"]]:
+    """The same with float8 attention, and the largest numbers of every block; see `Float8Mixing`."""
+    mixing = Float8Mixing(attended, numbers, found=found)
+    with jax.named_scope("vision"):
+        return bind(config, weights)(patches, mixing), jnp.stack(mixing.largest)
 
 
 def attended(
@@ -60,12 +70,14 @@ class VisionEncoder:
 
     Attributes:
       weights: of the tower; their shapes until they are read.
+      float8: what its attention's queries, keys and values are rounded on; None leaves them.
     """
 
     config: VisionConfig
     processor: Processor
     weights: Mapping[str, Any] = field(repr=False)
     programs: Programs = field(default_factory=Programs, repr=False)
+    float8: VisionScales | None = None
     _kept: OrderedDict[bytes, np.ndarray] = field(default_factory=OrderedDict, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
@@ -96,11 +108,23 @@ class VisionEncoder:
         """What compiles every program that pictures of prompts of at most so many tokens can need."""
         for size in buckets(min(tokens * self.config.merged, MOST_PATCHES)):
             patches = jax.eval_shape(lambda size=size: packed(self.config, [], [], size))
-            yield partial(self.programs.prepare, rows_of, (self.config,), (), self.weights, patches)
+            function, static, *more = self._program()
+            yield partial(self.programs.prepare, function, static, (), self.weights, patches, *more)
+
+    def _program(self) -> tuple[Any, ...]:
+        """The program, what it is compiled for, and what it takes beside weights and patches."""
+        if self.float8 is None:
+            return rows_of, (self.config,)
+        return rows_in_float8, (self.config, self.float8.found), self.float8.numbers
 
     def _computed(self, pictures: Sequence[Picture]) -> list[np.ndarray]:
         patches = packed(self.config, [one.pixels for one in pictures], [one.grid for one in pictures])
-        rows = np.asarray(self.programs.call(rows_of, (self.config,), (), self.weights, patches))
+        function, static, *more = self._program()
+        rows = self.programs.call(function, static, (), self.weights, patches, *more)
+        if self.float8 is not None:
+            rows, largest = rows
+            self.float8.record(np.asarray(largest))
+        rows = np.asarray(rows)
         ends = np.cumsum([len(one.pixels) // self.config.merged for one in pictures])
         return [
             rows[end - len(one.pixels) // self.config.merged : end].copy()

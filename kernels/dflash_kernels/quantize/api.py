@@ -4,6 +4,7 @@ Every row is on its own scales or on a given one: what padding rows hold does no
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,9 @@ from jaxtyping import Array, Float, Shaped, UInt8
 from dflash_kernels.core.dispatch import first_fitting
 from dflash_kernels.core.validation import check_axes, check_count, check_rows
 from dflash_kernels.quantize.reference import (
+    E4M3,
     NVFP4_BLOCK,
+    from_e4m3,
     quantize_groups_reference,
     quantize_nvfp4_reference,
     quantize_tensor_reference,
@@ -45,6 +48,22 @@ def quantize_tensor(
         raise ValueError(f"scale {scale.shape} must be one number; for a scale of each group see quantize_groups")
     with jax.named_scope("quantize_tensor"):
         return first_fitting("quantize_tensor", TENSOR_IMPLEMENTATIONS, implementation, x, scale)
+
+
+def dequantize_tensor(
+    x: Float[Array, "*rows D"], scale: Float[Array, ""] | float = 1.0, dtype: Any = jnp.float32
+) -> Float[Array, "*rows D"]:
+    """What values of `quantize_tensor` stand for, `x * scale` in float32 and then in `dtype`; NaN stays NaN.
+
+    Compilers drop a conversion to eight bits and back, so bits are read here.
+
+    Raises:
+      ValueError: x is not float8_e4m3fn.
+    """
+    check_rows(x=x)
+    if x.dtype != E4M3:
+        raise ValueError(f"x must be float8_e4m3fn, not {x.dtype}")
+    return (jnp.where(jnp.isnan(x), jnp.nan, from_e4m3(x)) * scale).astype(dtype)
 
 
 def quantize_groups(

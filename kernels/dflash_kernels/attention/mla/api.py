@@ -1,6 +1,7 @@
 """The public function: checks shapes, then hands over to the first implementation that takes the call."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from dflash_kernels.core.validation import (
     is_wide,
     plain,
 )
+from dflash_kernels.quantize.api import dequantize_tensor
 
 IMPLEMENTATIONS = {
     "mosaic_gpu": mla_attention_mosaic_gpu,
@@ -39,6 +41,8 @@ def mla_attention(
     causal: bool = True,
     limits: tuple[Int[Array, "B"], Int[Array, "B"]] | None = None,
     latent_scale: float | Float[Array, ""] | None = None,
+    q_scale: float | Float[Array, ""] | None = None,
+    dtype: Any = None,
     return_lse: bool = False,
     implementation: str | Sequence[str] | None = None,
 ) -> Float[Array, "B T N R"] | tuple[Float[Array, "B T N R"], Float[Array, "B T N"]]:
@@ -49,7 +53,7 @@ def mla_attention(
     like any other key pool: `[P, K, p, H]` with K = 1. Live query row i stands at position `seq_lens[b] - q_lens[b] + i`.
 
     Args:
-      q: queries with the key up-projection absorbed, `[q_nope @ w_uk | q_pe]`.
+      q: queries with the key up-projection absorbed, `[q_nope @ w_uk | q_pe]`; float8_e4m3fn for pages that are so.
       latent_pages: page pool in q's dtype or float8_e4m3fn. Rows at or past `seq_lens` may hold anything, NaN included.
       page_table: int32 page indices; entries past a sequence's last page may hold anything.
       seq_lens: int32 rows of each sequence, the query tokens' own included; 0 for an idle one.
@@ -62,18 +66,28 @@ def mla_attention(
         rows, and `seq_lens` only says where the queries stand, also before or behind the rows. So a part of a sequence's rows is
         attended to by queries that are not all behind it.
       latent_scale: float32 factor of float8_e4m3fn rows, rotated part included; 1 where None.
+      q_scale: float32 factor of float8_e4m3fn queries; 1 where None.
+      dtype: of the output for float8_e4m3fn queries, bfloat16 where None. They are widened to it before they are multiplied,
+        which is exact where `q_scale` is a power of two: no implementation multiplies float8.
       return_lse: also return the natural-log sum of exponentials, at least float32.
       implementation: a name, names to try in order, or None for the best that takes the call.
 
     Returns:
-      Attention-weighted latents in q's dtype, to be up-projected by the caller; rows without a visible key are 0, their lse -inf.
+      Attention-weighted latents in q's dtype or `dtype`, to be up-projected by the caller; rows without a visible key are 0, their
+      lse -inf.
 
     Raises:
       ValueError: shapes do not agree, a scale is given for pages that have none, or an array is of another kind than said.
       NoImplementationError: nothing named takes these arguments.
     """
     check_axes(q=(q, "B T N C"), latent_pages=(latent_pages, "P 1 p C"))
-    check_wide("only pages may have eight bits", q=q)
+    if q.dtype == latent_pages.dtype == jnp.float8_e4m3fn:
+        q = dequantize_tensor(q, 1.0 if q_scale is None else q_scale, dtype or jnp.bfloat16)
+    elif q_scale is not None or dtype is not None:
+        raise ValueError(
+            f"q_scale and dtype are for queries and pages in float8_e4m3fn, these are {q.dtype} and {latent_pages.dtype}"
+        )
+    check_wide("only pages, and queries beside float8_e4m3fn ones, may have eight bits", q=q)
     b, t, _, width = q.shape
     check_latent_pages(latent_pages, width)
     if not 0 < kv_lora_rank <= width:

@@ -19,8 +19,15 @@ from dflash_kernels.core.validation import check_axes, check_floats
 from dflash_kernels.matmul.float8.api import float8_dense
 from dflash_kernels.matmul.float8.reference import Float8Rows
 from dflash_kernels.matmul.weight_only.api import quantized_linear
-from dflash_kernels.quantize.api import column_scales, quantize_groups, quantize_nvfp4, quantize_tensor, swizzle_scales
-from dflash_kernels.quantize.reference import E4M3, NVFP4_BLOCK, from_e4m3
+from dflash_kernels.quantize.api import (
+    column_scales,
+    dequantize_tensor,
+    quantize_groups,
+    quantize_nvfp4,
+    quantize_tensor,
+    swizzle_scales,
+)
+from dflash_kernels.quantize.reference import E4M3, NVFP4_BLOCK
 
 GROUPS = (64, 128)
 # Rows from which on a product of float8 with float8 is worth more than one that widens both: fewer wait for the weights alone.
@@ -112,12 +119,12 @@ def dequantize_output(x: QuantizedOutput, width: int, *, column_order: bool = Fa
     kind, group = output_format(width, *x, column_order=column_order)
     rows = x.values.shape[0]
     if kind == "fp8":
-        return x.values.astype(jnp.float32)
+        return dequantize_tensor(x.values)
     assert x.block_scales is not None
     if kind == "nvfp4":
         tiles = x.block_scales.transpose(0, 3, 2, 1, 4)
         scales = tiles.reshape(tiles.shape[0] * 128, -1)[:rows, : width // group]
-        scales = jnp.where(jnp.isnan(scales), jnp.nan, from_e4m3(scales))
+        scales = dequantize_tensor(scales)
         codes = jnp.stack([x.values & 15, x.values >> 4], axis=-1).reshape(rows, width)
         size = jnp.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], jnp.float32)[codes & 7]
         values = jnp.where(codes < 8, size, -size)
@@ -126,7 +133,7 @@ def dequantize_output(x: QuantizedOutput, width: int, *, column_order: bool = Fa
         if scales.dtype == jnp.uint8:
             power = jax.lax.bitcast_convert_type(scales.astype(jnp.uint32) << 23, jnp.float32)
             scales = jnp.where(scales == 255, jnp.nan, power)
-        values = x.values.astype(jnp.float32)
+        values = dequantize_tensor(x.values)
     return (values.reshape(rows, -1, group) * scales[..., None]).reshape(rows, width)
 
 
