@@ -410,6 +410,9 @@ class LoadOptions:
             "proposals": (
                 self.proposals == "rejection", "draws tokens from what the drafter proposed: take shared_noise or argmax",
             ),
+            "attention_output": (
+                self.attention_output is not None, "rounds what attention gives, which was not compared: leave it out",
+            ),
             "decode_context_parallel_size": (
                 self.decode_context_parallel_size > 1,
                 "joins what several GPUs attended to each, which was not compared: leave it out",
