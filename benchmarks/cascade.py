@@ -1,11 +1,12 @@
 """Requests that begin with the same pages: attention that reads these once against attention of each by itself, bf16, pages of 64.
 
-    python benchmarks/cascade.py     # measure and write results/cascade.json
+    python benchmarks/cascade.py                 # measure and write results/cascade.json
+    python benchmarks/cascade.py --groups 2      # two beginnings in a batch: not measured yet
 
-B sequences share so many tokens and have 256 of their own each; the last T of these are queries. 32 query heads over 8 of 128, as
-Qwen3-4B and 8B have them. A figure is the time of one layer's call in one loop on the device, over as many pools as hold 256 MB: a
-layer finds nothing of its own in the L2. `dflash_jax/engine/cascade.py` chooses between the two; a row says which it takes. Rows of
-both are compared with float64 first.
+B sequences share so many tokens, or groups of them do, and have 256 of their own each; the last T of these are queries. 32 query
+heads over 8 of 128, as Qwen3-4B and 8B have them. A figure is the time of one layer's call in one loop on the device, over as many
+pools as hold 256 MB: a layer finds nothing of its own in the L2. `dflash_jax/engine/cascade.py` chooses between the two; a row
+says which it takes. Rows of both are compared with float64 first.
 """
 
 import functools
@@ -27,7 +28,7 @@ from record import Record, arguments
 
 from dflash_jax.attention.cascade import cascade_attention, split_tables
 from dflash_jax.attention.prefill import attend_to_pages
-from dflash_jax.engine.cascade import LayerCost, Sharers
+from dflash_jax.engine.cascade import LayerCost, Sharers, as_told
 from dflash_jax.execution.plan import ONE_GRAPH
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE, OWN = 32, 8, 128, 64, 256
@@ -70,9 +71,9 @@ def together(q: jax.Array, pools: list, table: jax.Array, lens: jax.Array, share
 FORMS: dict[str, Callable[..., jax.Array]] = {"alone": alone, "together": together}
 
 
-def inputs(b: int, t: int, shared: int) -> tuple:
-    """Queries, one layer's pools after the other, table, lengths and shared pages."""
-    count = (shared + b * OWN) // PAGE
+def inputs(b: int, t: int, shared: int, groups: int = 1) -> tuple:
+    """Queries, one layer's pools after the other, table, lengths and shared pages: by group where there are several."""
+    count = (groups * shared + b * OWN) // PAGE
     each = 2 * count * PAGE * KV_HEADS * HEAD_DIM * 2
     keys = jax.random.split(jax.random.key(0), 3)
     make = jax.jit(jax.random.normal, static_argnums=(1, 2))
@@ -80,11 +81,12 @@ def inputs(b: int, t: int, shared: int) -> tuple:
     first = tuple(make(key, (count, KV_HEADS, PAGE, HEAD_DIM), jnp.bfloat16) for key in keys[1:])
     pools = [first, *(tuple(x + 0 for x in first) for _ in range(max(1, -(-KEPT // each) - 1)))]
     pages = np.random.default_rng(0).permutation(count).astype(np.int32)
-    common, own = pages[: shared // PAGE], pages[shared // PAGE :].reshape(b, -1)
-    table = np.concatenate([np.tile(common, (b, 1)), own], axis=1)
-    return (
-        q, pools, jnp.asarray(table), jnp.full((b,), shared + OWN, jnp.int32), jnp.full((b,), shared // PAGE, jnp.int32)
-    )  # fmt: skip
+    common, own = np.split(pages, [groups * shared // PAGE])
+    rows, of = np.arange(b), np.arange(b) * groups // b
+    table = np.concatenate([common.reshape(groups, -1)[of], own.reshape(b, -1)], axis=1)
+    members = [(rows[of == group], shared // PAGE) for group in range(groups)]
+    told = as_told(members, rows, b)
+    return q, pools, jnp.asarray(table), jnp.full((b,), shared + OWN, jnp.int32), jnp.asarray(told)
 
 
 def check(
@@ -127,10 +129,11 @@ def main() -> None:
     parser.add_argument("--shared", type=int, nargs="+", default=SHARED, help="tokens in common")
     parser.add_argument("--sequences", type=int, nargs="+", default=SEQUENCES, help="values of B")
     parser.add_argument("--queries", type=int, nargs="+", default=QUERIES, help="values of T")
+    parser.add_argument("--groups", type=int, default=1, help="groups of sequences, each with a beginning of its own")
     options = parser.parse_args()
-    record = Record("cascade", options)
+    record, groups = Record("cascade", options), options.groups
     for shared in options.shared:
-        cases = {(b, t): inputs(b, t, shared) for b in options.sequences for t in options.queries}
+        cases = {(b, t): inputs(b, t, shared, groups) for b in options.sequences for t in options.queries}
         # Compiling takes longer than measuring: programs are compiled side by side, before anything is timed.
         with ThreadPoolExecutor(8) as pool:
             programs = {
@@ -139,11 +142,13 @@ def main() -> None:
                 for form in FORMS
             }
         for (b, t), given in cases.items():
-            name = f"{b} sequences that share {shared} tokens, T{t} H{HEADS}/{KV_HEADS} bf16"
+            together = f"{b} sequences" if groups == 1 else f"{groups} groups of {b} sequences"
+            name = f"{together} that share {shared} tokens, T{t} H{HEADS}/{KV_HEADS} bf16"
             ready = {form: programs[b, t, form].result() for form in FORMS}
             # One element of the queries is another one after each call: never the rows that are compared.
             layer = LayerCost(2 * KV_HEADS * HEAD_DIM * 2, HEADS, KV_HEADS, HEAD_DIM)
-            chosen = "together" if layer.saved_s([Sharers(b, shared)], b, t) > 0 else "alone"
+            sharers = [Sharers(b // groups, shared)] * groups
+            chosen = "together" if layer.saved_s(sharers, b, t) > 0 else "alone"
             errors = {form: check(name, run(), *given) for form, run in ready.items()}
             count = CALLS * (len(given[1]) + 1)
             times = in_turns(ready, count, ROUNDS)

@@ -180,8 +180,11 @@ FLAGS: dict[str, Flag] = {
         "GPUs that share the models, each with its heads, feed-forwards and rows of the head (default: 1)", kind=int
     ),
     "decode_context_parallel_size": Flag(
-        "GPUs that latent pages are spread over: 1, each has all of them (default), or as many as --tp",
+        "GPUs that pages are spread over of those that keep the same keys: 1, each has all of them (default), or all",
         kind=int,
+    ),
+    "cp_kv_cache_interleave_size": Flag(
+        "tokens that lie on one of those GPUs before the next one's begin (default: a page)", kind=int
     ),
     "vision": Flag(
         "whether the tower that makes rows of pictures is loaded (default: where the target has one)",
@@ -262,6 +265,8 @@ class LoadOptions:
         of them. `tp` for latent rows, which all keep, and `tp` over the number of key heads where these are fewer: each has
         `page_size` tokens of every page, and a page has so many times as many. So many times the tokens fit, for two exchanges
         more in every layer. For contexts that do not fit otherwise.
+      cp_kv_cache_interleave_size: tokens of a sequence that lie on one of these GPUs before the next one's begin, a divisor of
+        `page_size`, which it is where None. Fewer spread short contexts better.
       vision: whether the target's vision tower is loaded, with which messages may hold pictures. None loads it where there is
         one, on the first GPU; True insists on it; False leaves it out.
       vision_attention_dtype: "fp8" rounds queries, keys and values of the vision tower's attention to float8, on a scale of each
@@ -298,6 +303,7 @@ class LoadOptions:
     exact: bool = False
     tp: int = 1
     decode_context_parallel_size: int = 1
+    cp_kv_cache_interleave_size: int | None = None
     vision: bool | None = None
     vision_attention_dtype: VisionDtype | None = None
     vision_scales: str | Path | None = None
@@ -310,6 +316,9 @@ class LoadOptions:
             value = getattr(self, name)
             if not (name == "num_pages" and value is None):
                 object.__setattr__(self, name, _count(name, value, most))
+        if self.cp_kv_cache_interleave_size is not None:
+            run = _count("cp_kv_cache_interleave_size", self.cp_kv_cache_interleave_size, self.page_size)
+            object.__setattr__(self, "cp_kv_cache_interleave_size", run)
         if self.state_snapshots is not None:
             kept = as_integer(self.state_snapshots)
             if kept is None or not 0 <= kept <= MOST_SNAPSHOTS:
@@ -401,6 +410,9 @@ class LoadOptions:
             "proposals": (
                 self.proposals == "rejection", "draws tokens from what the drafter proposed: take shared_noise or argmax",
             ),
+            "attention_output": (
+                self.attention_output is not None, "rounds what attention gives, which was not compared: leave it out",
+            ),
             "decode_context_parallel_size": (
                 self.decode_context_parallel_size > 1,
                 "joins what several GPUs attended to each, which was not compared: leave it out",
@@ -448,6 +460,7 @@ class LoadKeywords(TypedDict, total=False):
     exact: bool
     tp: int
     decode_context_parallel_size: int
+    cp_kv_cache_interleave_size: int | None
     vision: bool | None
     vision_attention_dtype: VisionDtype | None
     vision_scales: str | Path | None

@@ -1,7 +1,7 @@
 """Decode context parallelism: every sequence's pages spread over several ranks, which attend to what they hold, for all heads.
 
-With D ranks and an interleave of I, the token at position s lies on rank `s // I % D`, there at `s // (I D) I + s % I`. Here the
-interleave is a rank's page of p tokens: pages with one number on all ranks are, side by side, a page of D p tokens to everybody
+With D ranks and an interleave of I, the token at position s lies on rank `s // I % D`, there at `s // (I D) I + s % I`. I divides
+a rank's page of p tokens, which it mostly is: pages with one number on all ranks are together a page of D p tokens to everybody
 else. What ranks find is joined through its lse.
 """
 
@@ -90,14 +90,18 @@ def combine_ranks(
 
 
 def slots_on_rank(
-    page_table: Int[Array, "B W"], positions: Int[Array, "B T"], live: Bool[Array, "B T"], page_size: int, ranks: int
+    page_table: Int[Array, "B W"],
+    positions: Int[Array, "B T"],
+    live: Bool[Array, "B T"],
+    page_size: int,
+    ranks: int,
+    interleave: int,
 ) -> Int[Array, "B T"]:
     """`slots_of` for this rank, whose pages have `page_size` of the tokens; -1 also where a token lies on another."""
     whole = slots_of(page_table, positions, live, ranks * page_size)
     page, place = whole // (ranks * page_size), whole % (ranks * page_size)
-    return jnp.where(
-        (whole >= 0) & (place // page_size == own_rank() % ranks), page * page_size + place % page_size, -1
-    )
+    owner, place = place // interleave % ranks, place // (interleave * ranks) * interleave + place % interleave
+    return jnp.where((whole >= 0) & (owner == own_rank() % ranks), page * page_size + place, -1)
 
 
 def absorbed_over_ranks(
@@ -109,6 +113,7 @@ def absorbed_over_ranks(
     seq_lens: Int[Array, "B"],
     q_lens: Int[Array, "B"],
     ranks: int,
+    interleave: int,
 ) -> Float[Array, "B T n V"]:
     """`absorbed_attention` of a rank's n heads over all ranks' rows.
 
@@ -116,12 +121,12 @@ def absorbed_over_ranks(
     same for its own from all. Two meetings: of queries, and of what they found with their lse.
 
     Args:
-      q_nope, q_pe: of at most `most_queries(ranks, p)` tokens.
+      q_nope, q_pe: of at most `most_queries(ranks, interleave)` tokens.
       seq_lens, q_lens: of whole sequences.
     """
     rank = layer.w_uv.shape[-1]
     q = jax.lax.all_gather(layer.absorb(q_nope, q_pe), AXIS, axis=2, tiled=True)
-    stand, limits = limits_on_rank(seq_lens, q_lens, own_rank(), ranks=ranks, interleave=latent_pages.shape[2])
+    stand, limits = limits_on_rank(seq_lens, q_lens, own_rank(), ranks=ranks, interleave=interleave)
     found = mla_attention(
         q,
         latent_pages,
@@ -157,8 +162,11 @@ def given_back(
 
 
 def gathered_pages(
-    latent_pages: Shaped[Array, "pages 1 p C"], pages: Int[Array, "n"], ranks: int
+    latent_pages: Shaped[Array, "pages 1 p C"], pages: Int[Array, "n"], ranks: int, interleave: int
 ) -> Shaped[Array, "m 1 p C"]:
     """Pages in the order of their tokens: of each of `pages` every rank's."""
     everyones = jax.lax.all_gather(latent_pages[pages], AXIS, axis=1)
+    if interleave < latent_pages.shape[2]:
+        runs = everyones.reshape(pages.shape[0], ranks, -1, interleave, latent_pages.shape[3])
+        everyones = jnp.swapaxes(runs, 1, 2)
     return everyones.reshape(ranks * pages.shape[0], *latent_pages.shape[1:])

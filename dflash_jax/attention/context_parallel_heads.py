@@ -30,6 +30,7 @@ def heads_over_ranks(
     q_lens: Int[Array, "B"],
     ranks: int,
     *,
+    interleave: int,
     scale: float,
 ) -> Float[Array, "B T n V"]:
     """Causal attention of a rank's n heads to its one key head, whose pages lie on `ranks` neighbours, a part of each page on each.
@@ -41,9 +42,10 @@ def heads_over_ranks(
       k_pages, v_pages: the rank's parts, which hold the new tokens that are theirs.
       page_table: of pages with `ranks * p` tokens.
       seq_lens, q_lens: of whole sequences; rows past `q_lens` give 0.
+      interleave: tokens on one of them before the next one's begin.
     """
     queries = jax.lax.all_gather(q, AXIS, axis=2, tiled=True, axis_index_groups=neighbours(ranks))
-    held = local_lens(seq_lens - q_lens, own_rank() % ranks, ranks=ranks, interleave=k_pages.shape[2])
+    held = local_lens(seq_lens - q_lens, own_rank() % ranks, ranks=ranks, interleave=interleave)
     found = paged_attention(
         queries, k_pages, v_pages, page_table, held, q_lens=q_lens, causal=False, scale=scale, return_lse=True
     )

@@ -39,6 +39,7 @@ def chunked_prefill(
     context_chunk: int,
     latent_scale: Float[Array, ""] | None = None,
     dealt: int = 1,
+    interleave: int | None = None,
     float8: bool = False,
 ) -> Float[Array, "B T N V"]:
     """New tokens over their sequences' pages, which hold the new tokens' own rows already, expanded.
@@ -51,16 +52,18 @@ def chunked_prefill(
       q_lens: new tokens that are real; rows past them may hold anything and give 0.
       latent_scale: of float8 pages; see `dflash_kernels.kv_cache.latent` for the formats.
       dealt: ranks that have a part each of every page. A chunk's rows are gathered from all.
+      interleave: tokens on one of these before the next one's begin; None for a rank's part of a page.
       float8: queries, keys and values are rounded to float8 on a scale of 1 before they attend.
     """
     b, t = q_nope.shape[:2]
     p, width = dealt * latent_pages.shape[2], page_table.shape[1]
+    spread = dealt, latent_pages.shape[2] if interleave is None else interleave
     columns = min(max(context_chunk // b // p, -(-t // p) + 1), width)
     chunk = columns * p
     # The last chunk of a sequence, as full as whole pages allow.
     last = jnp.maximum(-(-seq_lens // p) - columns, 0) * p
     rows = functools.partial(
-        expanded_rows, layer, latent_pages, page_table, latent_scale, q_nope.dtype, columns, dealt, float8
+        expanded_rows, layer, latent_pages, page_table, latent_scale, q_nope.dtype, columns, spread, float8
     )
     q = jnp.concatenate([q_nope, q_pe], axis=-1)
     attend = functools.partial(attention_and_lse, in_float8(q) if float8 else q, q_lens, layer.scale)
@@ -92,19 +95,21 @@ def expanded_rows(
     latent_scale: Float[Array, ""] | None,
     dtype: jnp.dtype,
     columns: int,
-    dealt: int,
+    spread: tuple[int, int],
     float8: bool,
     starts: Int[Array, "B"],
     lens: Int[Array, "B"],
 ) -> tuple[Float[Array, "B S N H"], Float[Array, "B S N V"]]:
-    """Keys and values of the first `lens` rows from `starts` on; the others may hold anything."""
+    """Keys and values of the first `lens` rows from `starts` on; the others may hold anything. `spread`: ranks that have a part of
+    every page, and tokens on one before the next one's begin."""
+    dealt, interleave = spread
     p, rank = dealt * latent_pages.shape[2], layer.w_uv.shape[-1]
     if latent_pages.dtype != dtype or dealt > 1:
         # Rows in eight bits are laid out as the kernels read them, and those of other ranks have to come here; pages of their own,
         # one sequence after the other.
         entry = jnp.minimum(starts[:, None] // p + jnp.arange(columns), page_table.shape[1] - 1)
         named = jnp.clip(jnp.take_along_axis(page_table, entry, axis=1), 0, latent_pages.shape[0] - 1).reshape(-1)
-        latent_pages = latent_pages[named] if dealt == 1 else gathered_pages(latent_pages, named, dealt)
+        latent_pages = latent_pages[named] if dealt == 1 else gathered_pages(latent_pages, named, dealt, interleave)
         if latent_pages.dtype != dtype:
             latent_pages = latent_decode(latent_pages, dtype, kv_lora_rank=rank, scale=latent_scale)
         page_table = jnp.arange(latent_pages.shape[0], dtype=jnp.int32).reshape(entry.shape[0], -1)

@@ -50,6 +50,7 @@ class PagedAttend:
       shared: pages that a sequence begins with and shares with others, see `attention.cascade.split_tables`. Layers of heads
         without a window read these once for all; None where no program is made for it.
       dealt: ranks that have a part each of every page; see `attention.context_parallel`.
+      interleave: tokens on one of these before the next one's begin; None for a rank's part of a page.
     """
 
     def __init__(
@@ -65,15 +66,18 @@ class PagedAttend:
         narrow: bool = False,
         shared: Int[Array, "*groups B"] | None = None,
         dealt: int = 1,
+        interleave: int | None = None,
     ):
-        self.form, self.related, self.dealt = form, related, dealt
+        self.form, self.related = form, related
+        self.dealt, self.interleave = dealt, page_size if interleave is None else interleave
         self.page_table, self.q_lens = page_table, q_lens
         self.seq_lens = jnp.where(q_lens > 0, positions[:, 0] + q_lens, 0)
         live = jnp.arange(positions.shape[1]) < q_lens[:, None]
         where = positions, live, page_size
-        self.slots = (
-            _flat_slots(page_table, *where) if dealt == 1 else slots_on_rank(page_table, *where, dealt).reshape(-1)
-        )
+        if dealt == 1:
+            self.slots = _flat_slots(page_table, *where)
+        else:
+            self.slots = slots_on_rank(page_table, *where, dealt, self.interleave).reshape(-1)
         self.rows = positions.size
         # Of each group of layers; what no layer asks for is never computed.
         self.parts = (
@@ -142,18 +146,8 @@ class PagedAttend:
             zero_centered=layer.zero_centered, beside=layer.beside, **norms,
         )  # fmt: skip
         q, (_, k, v) = q.reshape(*qkv.shape[:2], *q.shape[1:]), layer.heads(qkv, rotary)
-        out = heads_over_ranks(
-            q,
-            k,
-            v,
-            k_pages,
-            v_pages,
-            of_layer(self.page_table, i),
-            self.seq_lens,
-            self.q_lens,
-            self.dealt,
-            scale=layer.scale,
-        )
+        table, spread = of_layer(self.page_table, i), {"interleave": self.interleave, "scale": layer.scale}
+        out = heads_over_ranks(q, k, v, k_pages, v_pages, table, self.seq_lens, self.q_lens, self.dealt, **spread)
         return out, cache.with_layer(i, k=k_pages, v=v_pages)
 
     def _parts(self, layer: Attention) -> SharedPages | None:
@@ -238,9 +232,9 @@ class PagedAttend:
         q_scale = cache.q_scale[layer.index] if cache.q_scale else None
         tokens, heads, nope = q_nope.shape[1:]
         expands = self.form.expands(tokens, heads=heads, rank=rank, nope=nope, value=layer.w_uv.shape[1])
-        if self.dealt > 1 and not expands and tokens <= most_queries(self.dealt, pool.shape[2]):
+        if self.dealt > 1 and not expands and tokens <= most_queries(self.dealt, self.interleave):
             return absorbed_over_ranks(
-                layer, q_nope, q_pe, pool, self.page_table, self.seq_lens, self.q_lens, self.dealt
+                layer, q_nope, q_pe, pool, self.page_table, self.seq_lens, self.q_lens, self.dealt, self.interleave
             )
         if self.dealt == 1 and not expands:
             return absorbed_attention(
@@ -257,7 +251,8 @@ class PagedAttend:
         row = heads * (nope + q_pe.shape[-1] + layer.w_uv.shape[1]) * q_nope.dtype.itemsize
         return chunked_prefill(
             layer, q_nope, q_pe, pool, self.page_table, self.seq_lens, self.q_lens,
-            context_chunk=self.form.chunk(row), latent_scale=scale, dealt=self.dealt, float8=q_scale is not None,
+            context_chunk=self.form.chunk(row), latent_scale=scale, dealt=self.dealt, interleave=self.interleave,
+            float8=q_scale is not None,
         )  # fmt: skip
 
 

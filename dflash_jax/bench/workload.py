@@ -193,7 +193,7 @@ def random_pair(name: str, **options: Unpack[LoadKeywords]) -> Model:
     engine = Engine(
         target=target, draft=draft, weights=spread(pair, kept, ranks), dtype=kind, programs=programs_over(ranks),
         max_model_len=choose_model_len(target, asked.max_model_len), max_batch=asked.max_batch,
-        page_size=dealt * asked.page_size,
+        page_size=dealt * asked.page_size, interleave=asked.cp_kv_cache_interleave_size,
         verify_length=choose_verify_length(draft, asked.verify_length),
         draft_window=choose_draft_window(draft, asked.draft_window), exact=asked.exact,
     )  # fmt: skip

@@ -209,7 +209,8 @@ def verified(
         lengths = jnp.where(live, setup.width, 0) if block.lengths is None else block.lengths
         pages, heads = state.target_pages, attending_heads(setup.target, plans.target, exact=setup.exact)
         table, size = tables_of(page_table, "target"), pages.page_size
-        options = {"heads": heads, "narrow": pages.narrow, "shared": shared, "dealt": setup.dealt}
+        options = {"heads": heads, "narrow": pages.narrow, "shared": shared}
+        options |= {"dealt": setup.dealt, "interleave": setup.interleave}
         attend = PagedAttend(table, positions, lengths, size, **options)
         attend, cache = verifying(attend, pages, state.recurrent, live)
         run = Planned(plans.target, workspaces.target)

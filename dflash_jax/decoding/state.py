@@ -67,6 +67,7 @@ class Setup:
       pictures: whether prompts may hold pictures: then each slot has a shift of its positions (`DecodeState.shift`).
       dealt: of those the ones that have a part each of every page of the target's; 1 where each has whole pages. A page of the page
         table is then so many of the drafter's pages, one after the other (`draft_table`).
+      interleave: tokens of a sequence on one of these before the next one's begin; None for a page of one.
       exact: whether a token's bits may depend on nothing but its request: not on its place among the rows, nor on what stands in
         the others. Programs take no way that depends on what they are given, and `loop` is told which slots draft.
     """
@@ -84,6 +85,7 @@ class Setup:
     per_request: bool = False
     ranks: int = 1
     dealt: int = 1
+    interleave: int | None = None
     sampling: bool = True
     exact: bool = False
     pictures: bool = False
@@ -99,7 +101,7 @@ class Setup:
         """The fields a prefill depends on: every way of sampling shares its programs. `scored` is for `prefill_scored`."""
         return Setup(
             target=self.target, draft=self.draft, form=self.form, logprobs=scored, ranks=self.ranks, dealt=self.dealt,
-            exact=self.exact,
+            interleave=self.interleave, exact=self.exact,
         )  # fmt: skip
 
     def verifying(self, length: int, *, per_request: bool = False) -> "Setup":

@@ -29,7 +29,7 @@ type Sharing = Literal["group", "groups"]
 
 
 class Sharers(NamedTuple):
-    """Sequences that begin with the same tokens: how many they are, and how many of those."""
+    """Sequences that begin with the same tokens: how many sequences, and how many tokens."""
 
     members: int
     tokens: int

@@ -90,7 +90,7 @@ def plan_engine(target: Checkpoint, drafter: Checkpoint | None, options: LoadOpt
         query_dtype=options.query_dtype, scale_range=options.scale_range,  # pyright: ignore[reportArgumentType]
         draft_cache_dtype=options.draft_cache_dtype,
         max_model_len=longest, max_batch=options.max_batch,
-        page_size=dealt * options.page_size, proposals=options.proposals,
+        page_size=dealt * options.page_size, interleave=options.cp_kv_cache_interleave_size, proposals=options.proposals,
         verify_length=choose_verify_length(draft, options.verify_length),
         draft_window=choose_draft_window(draft, options.draft_window), programs=programs_over(ranks),
         exact=options.exact,

@@ -74,6 +74,7 @@ class Resources:
       max_batch: slots.
       page_size: tokens of a page; where ranks have a part each of the target's, of all those together. The drafter's pages then are
         as large as such a part, and so many times more.
+      interleave: tokens of a sequence that lie on one of these ranks before the next one's begin; None for a page of one.
       max_chunk: tokens of prompts, of one or of several, that are prefilled at most between two cycles.
       num_pages: pages shared by all requests, of the group that sees farthest; 0 is enough for `max_batch` requests of full length.
       window_pages: pages of each further group (`cache.groups`), whose layers see no more than a window; () is enough for
@@ -116,6 +117,7 @@ class Resources:
     num_pages: int = 0
     window_pages: tuple[int, ...] = ()
     slides: bool = True
+    interleave: int | None = None
     max_chunk: int = 2048
     proposals: Proposals = "shared_noise"
     # Slots of a block are predicted side by side, each for an average over what the slots before it may hold. Sharpened a little,
@@ -383,7 +385,8 @@ class Resources:
             form=ABSORBED if self.exact else self.latent_form,
             draft_window=None if drafter is None else self.draft_window,
             imposed_acceptance=None if drafter is None else self.imposed_acceptance, ranks=self.tp,
-            dealt=self.dealt, sampling=sampling or mode not in ADJUSTING, exact=self.exact, pictures=self.pictures,
+            dealt=self.dealt, interleave=self.interleave, sampling=sampling or mode not in ADJUSTING, exact=self.exact,
+            pictures=self.pictures,
         )  # fmt: skip
 
     def company(self, draft: bool, mode: Mode) -> Company:

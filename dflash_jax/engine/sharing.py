@@ -36,7 +36,14 @@ def check_sharing(target: DecoderConfig, draft: DFlashConfig | None, options: Lo
 def _check_dealing(target: DecoderConfig, draft: DFlashConfig | None, options: LoadOptions) -> None:
     """Raises ParameterError where pages cannot be dealt out as asked."""
     dealt, subject = options.decode_context_parallel_size, "decode_context_parallel_size"
+    run = options.cp_kv_cache_interleave_size or options.page_size
+    if options.page_size % run:
+        raise ParameterError(f"cp_kv_cache_interleave_size={run} must divide page_size={options.page_size}")
     if dealt == 1:
+        if options.cp_kv_cache_interleave_size is not None:
+            raise ParameterError(
+                f"cp_kv_cache_interleave_size={run} is for pages that are spread: give {subject}, or leave it out"
+            )
         return
     traits, name = layer_traits(target), family_for(target).name
     # Ranks that keep the same keys: all of them where a row is all heads'.
@@ -62,11 +69,11 @@ def _check_dealing(target: DecoderConfig, draft: DFlashConfig | None, options: L
         raise ParameterError(
             f"{subject}={dealt} is not there for {name}, whose indexer chooses rows among all: leave it out"
         )
-    verified, most = 1 if draft is None else draft.num_drafts + 1, most_queries(dealt, options.page_size)
+    verified, most = 1 if draft is None else draft.num_drafts + 1, most_queries(dealt, run)
     if traits.attention == "latent" and verified > most:
         raise ParameterError(
-            f"{subject}={dealt} with page_size={options.page_size} verifies up to {most} tokens of a sequence, the drafter's "
-            f"blocks have {verified}: raise page_size"
+            f"{subject}={dealt} with runs of {run} tokens on a device verifies up to {most} tokens of a sequence, the drafter's "
+            f"blocks have {verified}: raise page_size or cp_kv_cache_interleave_size"
         )
 
 
@@ -84,5 +91,6 @@ def _refusals(config: DecoderConfig, ranks: int) -> Iterator[str]:
             yield f"{count} key heads neither divide {ranks} nor are a multiple of it"
     if traits.feed_forward != "moe" and traits.inner % ranks:
         yield f"feed-forwards of {traits.inner} are no multiple of {ranks}"
-    if traits.experts is not None and traits.experts.count % ranks:
-        yield f"{traits.experts.count} experts are no multiple of {ranks}"
+    experts = 0 if traits.experts is None else traits.experts.count - traits.experts.shared
+    if experts % ranks:
+        yield f"{experts} experts are no multiple of {ranks}"

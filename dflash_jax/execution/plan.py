@@ -245,7 +245,7 @@ def choose(
     apart = None if ranks == 1 else _exchange_refusal(traits, ranks, loops=loops)
     refusals += [] if apart is None else [Refusal("exchange", apart)]
     if ranks > 1 and traits.experts is not None:
-        traits = replace(traits, experts=replace(traits.experts, count=traits.experts.count // ranks))
+        traits = replace(traits, experts=traits.experts.of_rank(ranks))
     if weights is None:
         reason = _blocks_refusal(traits, call, ranks)
         refusals += [] if reason is None else [Refusal("column_blocks", reason)]

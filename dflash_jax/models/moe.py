@@ -97,15 +97,22 @@ def route(
 
 
 def own_choices(
-    experts: Int[Array, "T k"], weights: Float[Array, "T k"], count: int
+    experts: Int[Array, "T k"], weights: Float[Array, "T k"], count: int, *, shared: bool = False
 ) -> tuple[Int[Array, "T k"], Float[Array, "T k"]]:
     """Choices of a rank that has `count` experts: by its own numbers, with a weight of 0 for those that others have.
 
     Such a choice stands at an expert that the token takes here anyway, for which nothing more is read, or, where it takes none, at
     any, so that tokens do not crowd at one.
+
+    Args:
+      shared: the last choice is the expert that all tokens take, the last one of every rank. The first rank does so for all: which
+        one adds it may not depend on a token's place among others.
     """
-    local = experts - own_rank() * count
-    own = (local >= 0) & (local < count)
+    routed = count - shared
+    local = experts - own_rank() * routed
+    own = (local >= 0) & (local < routed)
+    if shared:
+        local, own = local.at[:, -1].set(routed), own.at[:, -1].set(own_rank() == 0)
     taken = jnp.take_along_axis(local, jnp.argmax(own, axis=-1, keepdims=True), axis=-1)
     elsewhere = jnp.where(own.any(axis=-1, keepdims=True), taken, experts % count)
     return jnp.where(own, local, elsewhere), jnp.where(own, weights, 0.0)
@@ -147,6 +154,7 @@ class Experts(nnx.Module):
 
     def __init__(self, config: ExpertsConfig, *, shared: bool = False, activation: Activation = "silu"):
         self.activation: Activation = activation
+        self.shared = shared
         e, d, f = config.num_experts + shared, config.hidden_size, config.moe_intermediate_size
         self.hidden, self.inner = d, f
         self.gate_up_proj, self.down_proj = Linear(e * 2 * f, d), Linear(e * d, f)
@@ -161,7 +169,7 @@ class Experts(nnx.Module):
     ) -> Float[Array, "T D"]:
         """Sum over each token's experts, weighted and added in float32; where ranks share them, over those of this one."""
         if ranks_here() > 1:
-            experts, weights = own_choices(experts, weights, self.count)
+            experts, weights = own_choices(experts, weights, self.count, shared=self.shared)
         # One token's are faster gathered: 40.1 us and not 41.7 of V2-Lite's, 32.8 and not 38.6 of Qwen3-30B-A3B's.
         if x.shape[0] > 1 and self.streams(x.shape[0], experts.shape[1], x.dtype):
             gate_up, down = (self._by_expert(matrix) for matrix in (self.gate_up_proj, self.down_proj))
@@ -192,7 +200,7 @@ class Experts(nnx.Module):
         differentiates this where a kernel does it."""
         gate_up, down = (self._by_expert(matrix) for matrix in (self.gate_up_proj, self.down_proj))
         if ranks_here() > 1:
-            own = own_choices(*router.choose(logits), self.count)
+            own = own_choices(*router.choose(logits), self.count, shared=self.shared)
             return routed_experts(x, *own, gate_up, down, exchange=exchange)
         config = router.config
         if config.routing == "greedy" and config.num_groups == 1:
@@ -336,7 +344,8 @@ def shared_among_routed(config: ExpertsConfig, shared: int) -> bool:
 
 def expert_traits(config: ExpertsConfig, *, shared: bool = False) -> ExpertTraits:
     """What a configuration's experts are to whoever chooses how layers run; `shared`: with one that every token takes."""
-    return ExpertTraits(config.num_experts + shared, config.experts_per_token + shared, config.moe_intermediate_size)
+    count, taken = config.num_experts + shared, config.experts_per_token + shared
+    return ExpertTraits(count, taken, config.moe_intermediate_size, shared)
 
 
 def moe_parameters(config: ExpertsConfig, ours: str, theirs: str) -> list[Parameter]:

@@ -477,7 +477,7 @@ def _expert_parameters(config: Qwen35Config, ours: str, theirs: str) -> list[Par
     gate = Source(f"{theirs}shared_expert_gate.weight", (1, d))
     if shared_among_routed(config, shared):
         more = ((gate,), gates, (last,))
-        cuts = (None, by_rows((2 * (e + 1) * f, e + 1)), by_rows(((e + 1) * d, e + 1)))
+        cuts = (None, by_rows((2 * e * f, e), (2 * f, 1)), by_rows((e * d, e), (d, 1)))
         return [
             replace(one, sources=(*one.sources, *beside), cut=cut)
             for one, beside, cut in zip(table, more, cuts, strict=True)

@@ -20,11 +20,17 @@ class ExpertTraits:
       count: experts (E).
       per_token: experts of a token, top-k.
       inner: inner width of one.
+      shared: whether the last one is every token's, of which each of several devices has a copy.
     """
 
     count: int
     per_token: int
     inner: int
+    shared: bool = False
+
+    def of_rank(self, ranks: int) -> "ExpertTraits":
+        """Those of one of several devices."""
+        return replace(self, count=(self.count - self.shared) // ranks + self.shared)
 
 
 @dataclass(frozen=True)

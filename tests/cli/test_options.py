@@ -2,6 +2,7 @@
 
 import inspect
 from dataclasses import fields
+from typing import Any
 
 import pytest
 
@@ -24,6 +25,7 @@ TYPED = {
     "draft_window": ("128", 128), "exact": (None, True), "tp": ("2", 2), "vision": ("no", False),
     "vision_attention_dtype": ("fp8", "fp8"), "vision_scales": ("v.json", "v.json"),
     "decode_context_parallel_size": ("2", 2),
+    "cp_kv_cache_interleave_size": ("16", 16),
     "revision": ("v1", "v1"), "draft_revision": ("v2", "v2"), "calibration": ("FILE", ["a"]), "cache_scales": ("s.json", "s.json"),
 }  # fmt: skip
 
@@ -90,5 +92,6 @@ def test_what_no_model_could_take_is_refused(given, message):
 
 
 def test_an_unknown_option_is_named():
+    unknown: Any = {"max_batches": 3}
     with pytest.raises(TypeError, match="unexpected keyword argument 'max_batches'; there are draft, dtype"):
-        dj.load(max_batches=3)  # pyright: ignore[reportCallIssue]
+        dj.load(**unknown)

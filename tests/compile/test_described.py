@@ -54,7 +54,7 @@ def test_setups_that_differ_in_any_field_are_described_differently():
     others = {
         "target": TARGETS["Qwen3-8B"], "draft": DRAFTERS["Qwen3-4B-DFlash-b16"], "mode": "full", "logprobs": True,
         "proposals": "argmax", "draft_temperature": 0.75, "draft_window": 64, "form": ABSORBED, "imposed_acceptance": 6.0,
-        "verified": 4, "per_request": True, "ranks": 2, "dealt": 2,
+        "verified": 4, "per_request": True, "ranks": 2, "dealt": 2, "interleave": 16,
         "sampling": False, "exact": True, "pictures": True,
     }  # fmt: skip
     assert others.keys() == {field.name for field in dataclasses.fields(Setup)}

@@ -27,9 +27,9 @@ from .test_deepseek import CONFIG as DEEPSEEK
 # Sizes that no block of these divides.
 BLOCK = (20, 12)
 CONFIG = BLOCKS | {
-    "weight_block_size": list(BLOCK),
-    "modules_to_not_convert": ["lm_head", "model.layers.0.mlp.up_proj"],
-}
+    "weight_block_size": list(BLOCK), "modules_to_not_convert": ["lm_head", "model.layers.0.mlp.up_proj"],
+    "weight_per_tensor": False, "act_per_tensor": False,  # as the releases of Qwen3.5 say
+}  # fmt: skip
 Q = "model.layers.1.self_attn.q_proj"
 MIXTURE: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2,
@@ -326,6 +326,7 @@ def test_other_formats_of_modelopt_are_refused(hf):
         ({"weight_block_size": [128]}, "weight_block_size in quantization_config must be two positive integers"),
         ({"weight_block_size": [128, 0]}, "weight_block_size"),
         ({"weight_block_size": [True, 128]}, "weight_block_size"),
+        ({"weight_per_tensor": True}, "weight_per_tensor=True in quantization_config, expected one of None, False"),
         ({"fmt": "e5m2"}, "fmt='e5m2' in quantization_config, expected one of None, 'e4m3'"),
         ({"scale_fmt": "e2m1"}, "scale_fmt='e2m1'"),
         ({"activation_scheme": "block"}, "activation_scheme='block'"),

@@ -293,6 +293,7 @@ def test_what_is_wrong_with_a_tensor_is_named(hf, case):
         ("gptq", {"rotation": "hadamard"}, "not known of GPTQ: rotation"),
         ("awq", {"bits": 8}, "bits=8"),
         ("awq", {"version": "gemv"}, "version='gemv' in quantization_config, expected one of None, 'gemm'"),
+        ("awq", {"checkpoint_format": "marlin"}, "checkpoint_format='marlin'"),
         ("awq", {"zero_point": False}, "zero_point=False"),
     ],
 )

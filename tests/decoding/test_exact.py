@@ -172,6 +172,10 @@ def test_what_was_given_out_is_left_out():
         ({"verify_length": "auto"}, "verify_length='auto' chooses the shape"),
         ({"verify_length": "per_request"}, "verify_length='per_request' chooses the shape"),
         ({"proposals": "rejection"}, "draws tokens from what the drafter proposed"),
+        (
+            {"weight_dtype": "fp8_dynamic", "attention_output": "fp8"},
+            "attention_output='fp8' rounds what attention gives",
+        ),
         ({"tp": 2, "decode_context_parallel_size": 2}, "decode_context_parallel_size=2 joins what several GPUs"),
         ({"exact": "yes"}, "exact must be True or False"),
     ],

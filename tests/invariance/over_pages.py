@@ -134,7 +134,7 @@ def latent_attention(real: bool, *, stored: Any = jnp.bfloat16, splits: int = 2,
 def expanded_latents(real: bool) -> Form:
     """Keys and values of every head out of latent rows, which prompts attend to in the other form."""
     heads, rank, middle = (16, 512, REAL_MIDDLE) if real else (1, 128, 128)
-    table, count = pages(middle), PAGE
+    table, count = pages(middle), 2 * PAGE
     rows = pool(table.size, 1, rank + 64)
     w_uk, w_uv = matrix(heads, 128, rank), matrix(heads, 128, rank, salt=1)
 

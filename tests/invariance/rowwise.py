@@ -396,7 +396,7 @@ ROWWISE = {
     "head, float8 shortlist": Operation(partial(head, form="shortlist"), [(3, 4)]),
     "experts": Operation(partial(experts, form="routed"), [(3, 4)], most=512),
     "experts, chosen by the kernel": Operation(partial(experts, form="mixture"), [(3, 4)], most=512),
-    "experts in four bits": Operation(experts_in_four_bits, [(3, 4), (1, 4)], "TB", most=64),
+    "experts in four bits": Operation(experts_in_four_bits, [(3, 4)], most=64),
     "choice, greedy": Operation(partial(choosing, mode="greedy"), [(3, 4), (1, 2)], "TB"),
     "choice, sampled": Operation(partial(choosing, mode="sampled"), [(3, 4), (1, 2)], "TB"),
     "choice, filtered": Operation(partial(choosing, mode="full"), [(3, 4), (1, 2)], "TB"),

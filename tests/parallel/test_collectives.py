@@ -1,5 +1,6 @@
 """Sums and choices of ranks against NumPy, and the same bits on all of them."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,15 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from dflash_jax.parallel.collectives import GATHERED_BYTES, best_of_ranks, gathered, own_rank, ranks_here, reduced
+from dflash_jax.parallel.collectives import (
+    GATHERED_BYTES,
+    added_in_order,
+    best_of_ranks,
+    gathered,
+    own_rank,
+    ranks_here,
+    reduced,
+)
 from dflash_jax.parallel.ranks import AXIS, local_ranks
 
 
@@ -37,6 +46,25 @@ def test_sums(count, dtype, rows):
     assert len({one.tobytes() for one in sums}) == 1
     tolerance = 1e-6 if dtype == "float32" else 3e-2
     np.testing.assert_allclose(sums[0].astype(float), parts.astype(float).sum(axis=0), rtol=tolerance, atol=tolerance)
+
+
+def test_large_messages_are_added_in_order_where_that_is_promised():
+    """Nothing is added in shares, and the sum is that of ranks one after the other, rounded once."""
+    rows = GATHERED_BYTES // 64
+    parts = np.random.default_rng(0).normal(size=(4, rows, 64)).astype(jnp.bfloat16)
+
+    def ordered(own):
+        with added_in_order(True):
+            return reduced(own)
+
+    total = functools.reduce(np.add, parts.astype(np.float32))
+    np.testing.assert_array_equal(each(4, ordered, parts)[0], total.astype(jnp.bfloat16))
+    ranks = local_ranks(4)
+    assert ranks is not None
+    for function, shared in ((ordered, False), (reduced, True)):
+        program = jax.shard_map(function, mesh=ranks.mesh, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=False)
+        text = jax.jit(program).trace(jnp.zeros((4 * rows, 64), jnp.bfloat16)).lower().as_text()
+        assert ("reduce_scatter" in text) == shared
 
 
 def test_a_sum_of_float32_does_not_depend_on_the_rows_beside_it():

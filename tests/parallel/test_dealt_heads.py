@@ -37,6 +37,18 @@ def models(folder) -> tuple[Any, Any]:
     return dj.load(folder, **OPTIONS), dj.load(folder, **DEALT)
 
 
+@pytest.mark.few("2")
+@pytest.mark.parametrize("run", [1, 2])
+def test_shorter_runs_of_tokens(models, folder, run):
+    """Of three tokens each of both devices that keep the same key head has some."""
+    model = dj.load(folder, cp_kv_cache_interleave_size=run, **DEALT)
+    params = dj.SamplingParams(max_tokens=4, ignore_eos=True)
+    assert served(model, params) == served(models[0], params)
+    dj.generate(model, [[60, 5, 7]], dj.SamplingParams(max_tokens=1), draft=False)
+    parts = [np.asarray(shard.data) for shard in model.engine.take_pools()[0].k[0].addressable_shards]
+    assert all(part.any() for part in parts)
+
+
 def test_texts(models):
     single, model = models
     found = [served(one, GREEDY) for one in (single, model)]
@@ -90,6 +102,18 @@ def test_refusals():
     experts = MOE_TARGETS["Qwen3-30B-A3B"]
     check_sharing(experts, None, LoadOptions(tp=8, decode_context_parallel_size=2))
     check_sharing(replace(TARGETS["Qwen3-8B"], num_kv_heads=1), None, LoadOptions(tp=4, decode_context_parallel_size=4))
+    uneven, alone = (
+        LoadOptions(page_size=64, cp_kv_cache_interleave_size=48),
+        LoadOptions(cp_kv_cache_interleave_size=16),
+    )
+    for options, reason in (
+        (uneven, "cp_kv_cache_interleave_size=48 must divide page_size=64"),
+        (alone, "is for pages that are spread: give decode_context_parallel_size"),
+    ):
+        with pytest.raises(ParameterError, match=reason):
+            check_sharing(experts, None, options)
+    with pytest.raises(ParameterError, match="cp_kv_cache_interleave_size must be an integer from 1 to 64, got 65"):
+        LoadOptions(cp_kv_cache_interleave_size=65)
     for target, tp, reason in (
         (experts, 16, "must be 1 or 4, the devices of tp=16 that keep the same keys of qwen3_moe, got 2"),
         (experts, 4, "each of tp=4 has some of qwen3_moe's 4 key heads for itself"),

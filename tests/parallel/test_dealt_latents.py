@@ -1,6 +1,7 @@
 """Latent pages dealt out to the ranks that share a target: each has a part of every page, and texts are those of one device."""
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -52,16 +53,23 @@ def single() -> Pair:
     return Pair(TARGET, DRAFT, edit=some_are_likely, **SHAPE)
 
 
-@pytest.mark.few("2")
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_texts(single, ranks):
+@pytest.mark.few("2-None", "4-4")
+@pytest.mark.parametrize(("ranks", "interleave"), [(2, None), (4, None), (4, 4)])
+def test_texts(single, ranks, interleave):
     shared = local_ranks(ranks, dealt=ranks)
     assert shared is not None
     weights = {"target": random_params(TARGET, 0), "draft": random_params(DRAFT, 1, 1.0)}
     some_are_likely(weights)
     weights = shared_weights([(TARGET, family_for(TARGET)), (DRAFT, family_for(DRAFT))], weights, shared)
     pair = Pair(TARGET, DRAFT, **SHAPE)
-    pair.engine = Engine(TARGET, DRAFT, weights, programs=Programs(ranks=shared), **SHAPE | {"page_size": 16 * ranks})
+    pair.engine = Engine(
+        TARGET,
+        DRAFT,
+        weights,
+        programs=Programs(ranks=shared),
+        interleave=interleave,
+        **SHAPE | {"page_size": 16 * ranks},
+    )
     params = SamplingParams(max_tokens=24, ignore_eos=True)
     tokens, counts, _ = pair.run(prompts(), params)
     expected, accepted, _ = single.run(prompts(), params)
@@ -95,7 +103,8 @@ def test_refusals():
     with pytest.raises(ParameterError, match="each of tp=2 has some of qwen3's 8 key heads for itself: leave it out"):
         check_sharing(TARGETS["Qwen3-8B"], draft, dealt)
     with pytest.raises(
-        ParameterError, match="page_size=8 verifies up to 9 tokens of a sequence, the drafter's blocks have 16"
+        ParameterError,
+        match="runs of 8 tokens on a device verifies up to 9 tokens of a sequence, the drafter's blocks have 16",
     ):
         check_sharing(target, DRAFTERS["Qwen3-8B-DFlash-b16"], dealt)
 
@@ -104,7 +113,7 @@ def test_plan(tmp_path):
     """What each device holds of as many tokens is half, and the plan says why."""
     made = Folders(tmp_path)
     folder = made.write("target", CONFIG, made.tensors(CONFIG, extra=BIASES))
-    options = {"max_batch": 2, "max_model_len": 64, "page_size": 16}
+    options: Any = {"max_batch": 2, "max_model_len": 64, "page_size": 16}
     alone, dealt = plan(folder, **options), plan(folder, **options, tp=2, decode_context_parallel_size=2)
     kept = [found["pages"]["num_pages"] * found["pages"]["page_size"] for found in (alone, dealt)]
     assert kept[1] >= kept[0]

@@ -37,6 +37,10 @@ TARGETS = {
         indexers=(True, False),
     ),
     "states": replace(hybrid_config(), **SIZES, full_layers=(1,)),
+    "shared": replace(
+        hybrid_config(), **SIZES, full_layers=(1,), num_experts=8, experts_per_token=3, moe_intermediate_size=16,
+        shared_intermediate_size=16,
+    ),
 }  # fmt: skip
 DRAFT = replace(
     draft_config(vocab_size=96, mask_token_id=95, num_heads=4, num_kv_heads=2, num_layers=1, windows=(None,), causal=(False,)),
@@ -45,7 +49,7 @@ DRAFT = replace(
 OPTIONS: Any = {"max_model_len": 64, "page_size": 16, "max_batch": 1, "dtype": jnp.dtype("float32")}
 
 
-@pytest.mark.few("latents")
+@pytest.mark.few("latents", "shared")
 @pytest.mark.parametrize("kind", TARGETS)
 def test_greedy(kind):
     target, ranks = TARGETS[kind], local_ranks(2)
@@ -59,8 +63,8 @@ def test_greedy(kind):
     assert pair.run(prompts)[:2] == expected
     if kind == "states":
         return
-    experts = shared["target"]["layers.1.mlp.experts.down_proj.weight"]
-    assert experts.addressable_shards[1].data.shape == (4 * 32, 16)
+    experts: Any = shared["target"]["layers.1.mlp.experts.down_proj.weight"]
+    assert experts.addressable_shards[1].data.shape == ((4 + (kind == "shared")) * 32, 16)
     pool = pair.engine.take_pools()[0].k[0]
     assert {shard.data.shape[1] for shard in pool.addressable_shards} == {1}
 
@@ -72,4 +76,12 @@ def test_own_choices(monkeypatch):
     own, kept = own_choices(experts, weights, 4)
     np.testing.assert_array_equal(own, [[0, 0, 2], [0, 1, 2], [3, 2, 1]])
     np.testing.assert_allclose(kept, [[0.5, 0, 0.2], [0, 0, 0], [0.5, 0.3, 0.2]])
+    # The last one is all tokens', here the fifth: another rank has added it.
+    own, kept = own_choices(experts.at[:, -1].set(8), weights, 5, shared=True)
+    np.testing.assert_array_equal(own[::2], [[0, 0, 0], [3, 2, 3]])
+    np.testing.assert_allclose(kept, [[0.5, 0, 0], [0, 0, 0], [0.5, 0.3, 0]])
+    monkeypatch.setattr("dflash_jax.models.moe.own_rank", lambda: jnp.int32(0))
+    own, kept = own_choices(experts.at[:, -1].set(8), weights, 5, shared=True)
+    np.testing.assert_array_equal(own[:2], [[1, 1, 4], [0, 1, 4]])
+    np.testing.assert_allclose(kept, [[0, 0.3, 0.2], [0.5, 0.3, 0.2], [0, 0, 0.2]])
     assert collectives.ranks_here() == 1

@@ -13,7 +13,10 @@ import pytest
 import dflash_jax as dj
 from dflash_jax.compile.led import follow
 from dflash_jax.compile.programs import Programs
+from dflash_jax.engine.sharing import check_sharing
 from dflash_jax.errors import ParameterError
+from dflash_jax.models.presets import TARGETS
+from dflash_jax.options import LoadOptions
 from dflash_jax.parallel import hosts, link
 from dflash_jax.parallel.ranks import local_ranks
 
@@ -23,6 +26,8 @@ from .conftest import SIZES
 
 PROMPT = [7, 3, 60, 5]
 OPTIONS = {"dtype": "float32", "draft": False, "max_batch": 1, "max_model_len": 32, "page_size": 16}
+# Scales of pages are found on both processes together.
+OPTIONS |= {"cache_dtype": "fp8", "calibration": [[7, 3, 60, 5, 11, 12]]}
 SCRIPT = """
 import json, sys, time
 from dflash_jax.parallel import hosts
@@ -132,6 +137,8 @@ def test_refusals(monkeypatch):
     ):
         hosts.start("host:1")
     monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ParameterError, match='cache_scales="traffic" finds scales in one process of several'):
+        check_sharing(TARGETS["Qwen3-8B"], None, LoadOptions(tp=2, cache_dtype="fp8", cache_scales="traffic"))
     with pytest.raises(
         ParameterError, match="tp=2 must be the number of all devices of the 2 processes that have come together, 8"
     ):

@@ -25,6 +25,7 @@ from dflash_jax.models.presets import (
     GEMMA3_TARGETS,
     GEMMA4_TARGETS,
     GPT_OSS_TARGETS,
+    HYBRID_TARGETS,
     MOE_TARGETS,
     TARGETS,
 )
@@ -62,6 +63,10 @@ MODELS: dict[str, tuple[str, Any, Any]] = {
     "experts": ("qwen3_moe", *cut_short(MOE_TARGETS["Qwen3-30B-A3B"], DRAFTERS["Qwen3-Coder-30B-A3B-DFlash"])),
     "dealt": ("qwen3_moe", *cut_short(MOE_TARGETS["Qwen3-30B-A3B"], DRAFTERS["Qwen3-Coder-30B-A3B-DFlash"])),
     "latents": ("deepseek", *cut_short(DEEPSEEK_TARGETS["DeepSeek-V2-Lite"], LATENT_DRAFT)),
+    "shared": (
+        "qwen3_5",
+        *cut_short(replace(HYBRID_TARGETS["Qwen3.5-35B-A3B"], full_layers=(1,)), DRAFTERS["Qwen3.5-35B-A3B-DFlash"]),
+    ),
     "gpt_oss": ("gpt_oss", *cut_short(GPT_OSS_TARGETS["gpt-oss-20b"], DRAFTERS["gpt-oss-20b-DFlash"], (128, None))),
     "gemma3": ("gemma3", *cut_short(GEMMA3, drafter_for(GEMMA3), (1024, None))),
     "gemma4": ("gemma4", *cut_short(GEMMA4, drafter_for(GEMMA4), (1024, None))),
@@ -90,6 +95,8 @@ def lowered(ranks: Ranks, function: Callable, static: tuple, donate: tuple[int, 
     ("name", "slots", "count", "kept"),
     [
         ("dealt", 8, 8, None),
+        ("shared", 1, 2, None),
+        ("shared", 8, 8, None),
         ("dense", 1, 2, None), ("dense", 8, 8, None), ("experts", 1, 2, None), ("experts", 8, 4, None), ("latents", 1, 2, None),
         ("latents", 8, 8, None), ("dense", 1, 2, "fp8"), ("dense", 8, 8, "int8"), ("gpt_oss", 1, 2, None),
         ("gpt_oss", 8, 8, None), ("gemma3", 1, 2, None), ("gemma3", 8, 8, None), ("gemma4", 1, 2, None), ("gemma4", 8, 8, None),
@@ -102,9 +109,9 @@ def test_programs_lower(name, slots, count, kept, monkeypatch):
     dealt = count if name == "latents" else 2 if name == "dealt" else 1
     ranks = Ranks(mesh, dealt)
     name_values_once()
-    with jax.sharding.use_abstract_mesh(ranks.mesh):
+    with jax.sharding.use_abstract_mesh(mesh):
         engine = engine_of(name, ranks, slots, cache_dtype=kept)
-        jobs = Jobs(engine, engine.setup(mode="greedy", draft=True), STOP_WIDTH)
+        jobs: Any = Jobs(engine, engine.setup(mode="greedy", draft=True), STOP_WIDTH)
         jobs.prepare = partial(lowered, ranks)
         cycles, prompts = jobs.loop(slots, 8)(), jobs.prefill(8, 2, 32, slots)()
         texts = [jobs.admit(slots, 1)(), jobs.resize(slots, 2 * slots)()]
@@ -118,16 +125,19 @@ def test_programs_lower(name, slots, count, kept, monkeypatch):
     assert meetings == 2 * 3 + choices + (2 * 2 if dealt > 1 else 0)
 
 
-@pytest.mark.few("dense-1-*")
-@pytest.mark.parametrize(("name", "slots", "count"), [("dense", 1, 2), ("dense", 8, 4), ("experts", 8, 4)])
-def test_greedy_loops_exchange_in_kernels(name, slots, count):
+@pytest.mark.few("dense-1-2-None")
+@pytest.mark.parametrize(
+    ("name", "slots", "count", "kept"),
+    [("dense", 1, 2, None), ("dense", 8, 4, None), ("experts", 8, 4, None), ("dense", 1, 2, "fp8")],
+)
+def test_greedy_loops_exchange_in_kernels(name, slots, count, kept):
     """Where memory lies is gathered before the loop, for layers and for choices; in it nobody waits for a collective."""
     device = jax.sharding.AbstractDevice(device_kind=KIND, num_cores=None, platform="gpu")
     mesh = jax.sharding.AbstractMesh((count,), (AXIS,), (jax.sharding.AxisType.Auto,), abstract_device=device)
     ranks = Ranks(mesh)
-    with jax.sharding.use_abstract_mesh(ranks.mesh):
-        engine = engine_of(name, ranks, slots)
-        jobs = Jobs(engine, engine.setup(mode="greedy", draft=True), STOP_WIDTH)
+    with jax.sharding.use_abstract_mesh(mesh):
+        engine = engine_of(name, ranks, slots, cache_dtype=kept)
+        jobs: Any = Jobs(engine, engine.setup(mode="greedy", draft=True), STOP_WIDTH)
         jobs.prepare = partial(lowered, ranks)
         cycles = jobs.loop(slots, 8)()
     found = {meeting: len(re.findall(rf"stablehlo.{meeting}\W", cycles)) for meeting in MEETINGS}

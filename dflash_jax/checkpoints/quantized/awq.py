@@ -20,8 +20,8 @@ from dflash_jax.checkpoints.safetensors import Tensor
 
 # What was done to find the numbers, and what engines would do with them.
 _KNOWN = (
-    "backend bits do_fuse exllama_config format fuse_max_seq_len group_size modules_to_fuse modules_to_not_convert quant_method "
-    "version zero_point"
+    "backend bits checkpoint_format desc_act do_fuse dynamic exllama_config format fuse_max_seq_len group_size ignore lm_head meta "
+    "method modules_to_fuse modules_to_not_convert pack_dtype quant_method sym version zero_point"
 ).split()
 # The output channels of a word's numbers, from the lowest bits on.
 _CHANNELS = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -52,7 +52,9 @@ def read_awq(said: Mapping[str, Any]) -> Release:
     refuse_unknown("AWQ", said, _KNOWN)
     bits, size = one_of(said, "bits", (4,)), group_size(said)
     one_of(said, "zero_point", (None, True))
-    one_of(said, "version" if said.get("version") is not None else "format", (None, "gemm", "GEMM"))
+    one_of(said, "pack_dtype", (None, "int32"))
+    for key in ("version", "format", "checkpoint_format"):  # whichever a tool has
+        one_of(said, key, (None, "gemm", "GEMM"))
     check_names(said, "modules_to_not_convert")
     groups = f"in groups of {size}" if size else "with a scale for each row"
     return Release(f"AWQ, int{bits} {groups}", None, finder(_Awq, bits, size, packed_inputs=False), SUFFIXES)

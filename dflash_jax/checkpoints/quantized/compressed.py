@@ -43,8 +43,8 @@ from dflash_jax.errors import ConfigError
 
 _METHOD = "compressed-tensors"
 _KNOWN = (
-    "config_groups format global_compression_ratio ignore moe_sparsity_config quant_method quantization_status run_compressed "
-    "sparsity_config transform_config version"
+    "config_groups format global_compression_ratio ignore moe_sparsity_config provider quant_method quantization_status "
+    "run_compressed sparsity_config transform_config version"
 ).split()
 _OF_GROUP = ("format", "input_activations", "output_activations", "targets", "weights")
 _OF_WEIGHTS = (

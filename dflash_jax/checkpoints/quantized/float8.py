@@ -32,8 +32,8 @@ from dflash_jax.errors import ConfigError
 
 # What would be done with the weights, and which modules are told apart: the tensors say so too.
 _KNOWN = (
-    "activation_scheme dequantize fmt ignored_layers modules_to_convert modules_to_not_convert quant_method scale_fmt "
-    "weight_block_size"
+    "act_per_tensor activation_scheme dequantize fmt ignored_layers modules_to_convert modules_to_not_convert quant_method "
+    "scale_fmt weight_block_size weight_per_tensor"
 ).split()
 _SCALES = ("_scale_inv", "_scale")
 _OF_ACTIVATIONS = ("input_scale", "activation_scale", "input_scale_ub")
@@ -52,6 +52,7 @@ def read_float8(said: Mapping[str, Any]) -> Release:
         raise ConfigError(
             f"config.json: weight_block_size in {KEY} must be two positive integers, rows and columns, got {shown(size)}"
         )
+    one_of(said, "weight_per_tensor", (None, False) if block is not None else (None, False, True))
     if block is None:
         return _release("with a scale for each tensor", scheme or "dynamic", PER_TENSOR)
     return _release(f"in blocks of {block[0]} x {block[1]}", scheme or "dynamic", block)
