@@ -165,7 +165,7 @@ def test_absent_keys_mean_what_transformers_takes_for_them() -> None:
         ({"num_key_value_heads": 8}, "num_key_value_heads must be num_attention_heads=128, got 8"),
         ({"qk_rope_head_dim": 63}, "qk_rope_head_dim must be even, got 63"),
         ({"hidden_act": "gelu"}, "hidden_act must be silu, got 'gelu'"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantised .'fp8'.*script"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantised .'fp8'.*publisher's tool"),
         ({"rope_scaling": {"type": "mrope"}}, "rope_type must be"),
         ({"kv_lora_rank": None}, "kv_lora_rank must be an integer of at least 1, got None"),
     ],
