@@ -231,7 +231,7 @@ def lines(facts: dict[str, Any]) -> list[str]:
             (model["role"], f"{model['family']} from {model['folder']}"),
             (
                 "",
-                f"{model['parameters']:,} parameters stored in {model['stored_dtype']}, {size(model['weight_bytes'])} loaded",
+                f"{model['parameters']:,} parameters in {model['stored_dtype']}, {size(model['weight_bytes'])} loaded",
             ),
             ("", shape),
         ]

@@ -80,7 +80,7 @@ def forms_that_pay(core: Resources, slots: int, length: int, width: int) -> Iter
     whole, half = Sharers(slots, tokens), Sharers(slots // 2, tokens)
     if policy is not None and slots > 1 and policy.saved_s([whole], slots, length) > 0:
         yield "group"
-        if slots > 3 and policy.saved_s([half, half], slots, length) > 0:
+        if policy.most_groups > 1 and slots > 3 and policy.saved_s([half, half], slots, length) > 0:
             yield "groups"
 
 
