@@ -28,7 +28,7 @@ from record import Record, arguments
 
 from dflash_jax.attention.cascade import cascade_attention, split_tables
 from dflash_jax.attention.prefill import attend_to_pages
-from dflash_jax.engine.cascade import LayerCost, Sharers, as_told
+from dflash_jax.engine.cascade import LayerCost, Sharers, shared_argument
 from dflash_jax.execution.plan import ONE_GRAPH
 
 HEADS, KV_HEADS, HEAD_DIM, PAGE, OWN = 32, 8, 128, 64, 256
@@ -85,7 +85,7 @@ def inputs(b: int, t: int, shared: int, groups: int = 1) -> tuple:
     rows, of = np.arange(b), np.arange(b) * groups // b
     table = np.concatenate([common.reshape(groups, -1)[of], own.reshape(b, -1)], axis=1)
     members = [(rows[of == group], shared // PAGE) for group in range(groups)]
-    told = as_told(members, rows, b)
+    told = shared_argument(members, rows, b)
     return q, pools, jnp.asarray(table), jnp.full((b,), shared + OWN, jnp.int32), jnp.asarray(told)
 
 

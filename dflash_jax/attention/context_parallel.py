@@ -118,7 +118,7 @@ def absorbed_over_ranks(
     """`absorbed_attention` of a rank's n heads over all ranks' rows.
 
     Every rank has the queries of all heads attend to its own rows; then it gives each rank what that one's heads found, and has the
-    same for its own from all. Two meetings: of queries, and of what they found with their lse.
+    same for its own from all. Two collectives: of queries, and of what they found with their lse.
 
     Args:
       q_nope, q_pe: of at most `most_queries(ranks, interleave)` tokens.
@@ -142,7 +142,7 @@ def absorbed_over_ranks(
 
 
 def neighbours(ranks: int) -> list[list[int]] | None:
-    """Which ranks meet where so many, side by side, have parts of the same pages; None where all do."""
+    """Which ranks exchange where so many, side by side, have parts of the same pages; None where all do."""
     everyone = np.arange(ranks_here())
     return None if ranks == everyone.size else everyone.reshape(-1, ranks).tolist()
 

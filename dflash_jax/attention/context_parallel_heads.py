@@ -1,7 +1,7 @@
 """Decode context parallelism where a model has fewer key heads than there are ranks: those that have the same one spread its pages.
 
 Each has the queries of all of them attend to what lies in its own parts of the pages before the new tokens, and gives each rank
-what that one's heads found. Every one of them has the new tokens' keys, so these are attended to without a meeting, and no rank has
+what that one's heads found. Every one of them has the new tokens' keys, so these are attended to without a collective, and no rank has
 to know which of its tokens a query of a verified block may see. Where tokens lie, and how parts are joined, is
 `attention.context_parallel`'s.
 """
@@ -35,7 +35,7 @@ def heads_over_ranks(
 ) -> Float[Array, "B T n V"]:
     """Causal attention of a rank's n heads to its one key head, whose pages lie on `ranks` neighbours, a part of each page on each.
 
-    Two meetings: of queries, and of what they found with their lse.
+    Two collectives: of queries, and of what they found with their lse.
 
     Args:
       q, k, v: of the new tokens, as attention takes them.

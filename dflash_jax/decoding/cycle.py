@@ -32,7 +32,7 @@ from dflash_jax.models.dflash import HEAD_INDEX, SHARED_HEAD
 from dflash_jax.models.heads import Law
 from dflash_jax.models.largest import largest
 from dflash_jax.models.registry import bind
-from dflash_jax.parallel.collectives import added_in_order, meeting_in, pair_exchange
+from dflash_jax.parallel.collectives import added_in_order, exchanging_in, pair_exchange
 from dflash_jax.quantization.weights import Quantised
 from dflash_jax.sampling_params import MAX_LOGPROBS
 
@@ -72,7 +72,7 @@ def cycle(
         program of those that do.
     """
     noise = drawn_noise(setup, state)
-    with meeting_in(workspaces.pairs), added_in_order(setup.exact):
+    with exchanging_in(workspaces.pairs), added_in_order(setup.exact):
         state, block = drafted(setup, weights, page_table, state, noise, workspaces, estimate, shared)
         state, rows = verified(setup, weights, page_table, state, block, workspaces, shared)
         return judged(setup, weights, state, block, rows, noise, drafts=drafts)

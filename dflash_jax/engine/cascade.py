@@ -182,7 +182,9 @@ def _traced(begun: np.ndarray, groups: int, order: np.ndarray, alike: np.ndarray
         groups, end = groups - 1, first
 
 
-def as_told(groups: Sequence[tuple[np.ndarray, int]], slots: np.ndarray, size: int) -> Int[np.ndarray, "*groups B"]:
+def shared_argument(
+    groups: Sequence[tuple[np.ndarray, int]], slots: np.ndarray, size: int
+) -> Int[np.ndarray, "*groups B"]:
     """What `decoding.cycle.cycle` takes as `shared`, of so many slots: `slots` are those of the rows that groups name."""
     told = np.zeros((1 if len(groups) == 1 else GROUPS, size), np.int32)
     for row, (members, pages) in zip(told, groups, strict=False):

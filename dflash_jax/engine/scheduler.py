@@ -27,7 +27,7 @@ from dflash_jax.decoding.prefill import Caches, Pictured, prefill_chunk, prefill
 from dflash_jax.decoding.state import DecodeState, Emitted, Setup, without_pools
 from dflash_jax.engine import shutdown
 from dflash_jax.engine.buckets import round_up
-from dflash_jax.engine.cascade import Sharers, Sharing, as_told, common_pages
+from dflash_jax.engine.cascade import Sharers, Sharing, common_pages, shared_argument
 from dflash_jax.engine.masked_cycles import masked_cycles
 from dflash_jax.engine.memory import named_memory_errors
 from dflash_jax.engine.requests import (
@@ -466,7 +466,7 @@ class Batch:
             if place is not None:
                 for groups in common_pages(self.slots.tables[place][slots], whole // size, policy.most_groups):
                     sharers = tuple(Sharers(len(members), pages * size) for members, pages in groups)
-                    choices.append((sharers, as_told(groups, slots, self.size)))
+                    choices.append((sharers, shared_argument(groups, slots, self.size)))
             self._common = who, choices
         choices = self._common[1]
         if policy.asked and choices:

@@ -75,7 +75,7 @@ def run_fused_dense(
     Args:
       normed: x after the first layer's norm.
       implementation: of the products.
-      ranks: where ranks that share the layers meet; without it they do by collectives of JAX's.
+      ranks: where ranks that share the layers exchange; without it they do by collectives of JAX's.
     """
     rows, named = x.shape[0] * x.shape[1], Named(implementation=implementation)
     stream, normed, streams = x.reshape(rows, -1), normed.reshape(rows, -1), []
@@ -97,7 +97,7 @@ def run_fused_dense(
 def summed_norm(
     parts: Float[Array, "S M D"], stream: Float[Array, "M D"], norm: Norm, ranks: RankExchange
 ) -> tuple[Float[Array, "M D"], Float[Array, "M D"]]:
-    """The stream with the parts of all ranks added, which meet in `ranks`, and its norm."""
+    """The stream with the parts of all ranks added, exchanged in `ranks`, and its norm."""
     return reduce_add_norm(
         parts, stream, norm.weight[...], eps=norm.eps, axis=AXIS, exchange=ranks, zero_centered=norm.zero_centered
     )

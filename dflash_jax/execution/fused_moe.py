@@ -37,7 +37,7 @@ def run_fused_moe(
 ) -> tuple[list[Float[Array, "B T D"]], Float[Array, "B T D"], Cache]:
     """The residual stream after each layer, the last one after `norm`, and the cache; arguments as of a `Runner`.
 
-    `ranks`: where ranks that share the layers meet; without it they do by collectives of JAX's.
+    `ranks`: where ranks that share the layers exchange; without it they do by collectives of JAX's.
     """
     rows = x.shape[0] * x.shape[1]
     exchange = routed_experts_exchange(max(layer.mlp.experts.count if layer.mlp.routed else 0 for layer in layers))
@@ -97,7 +97,7 @@ def _fed(
     parts = feed.experts.parts(normed, feed.router, scores, exchange)
     shared = feed.beside(normed)
     if ranks is None and ranks_here() > 1:
-        # Ranks meet once for both.
+        # One all-reduce for both.
         own = parts.sum(axis=0) if shared is None else parts.sum(axis=0) + shared.astype(parts.dtype)
         return stream, reduced(own.astype(stream.dtype))[None].astype(parts.dtype)
     if shared is None:

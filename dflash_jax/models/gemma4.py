@@ -306,7 +306,7 @@ class Gemma4Mixture(nnx.Module):
         """Both feed-forwards of the stream x, of which `dense` is what the dense one gives, of ranks each one's part."""
         rows = x.reshape(-1, x.shape[-1])
         routed = self.experts(self.input_norm(rows), *self.router(rows)).reshape(x.shape)
-        # Ranks meet once for both, which are normed apart.
+        # One all-reduce for both, which are normed apart.
         dense, routed = reduced_together(dense, routed)
         return self.dense_norm(dense) + self.out_norm(routed)
 

@@ -323,7 +323,7 @@ class MoE(nnx.Module):
         rows = x.reshape(-1, x.shape[-1])
         routed = self.experts(rows, *self.router(rows)).reshape(x.shape)
         shared = self.beside(x)
-        # Ranks meet once for both.
+        # One all-reduce for both.
         return reduced(routed if shared is None else routed + shared)
 
     def beside(self, x: Float[Array, "... D"]) -> Float[Array, "... D"] | None:

@@ -23,13 +23,13 @@ _WORDS: ContextVar[RankExchange | None] = ContextVar("words", default=None)
 
 
 def pair_exchange(count: int) -> RankExchange:
-    """Where ranks meet for `best_of_ranks` of so many values, in kernels in place of collectives of JAX's."""
+    """Where ranks exchange for `best_of_ranks` of so many values, in kernels in place of collectives of JAX's."""
     return rank_exchange(-(-2 * count // GATHERED), GATHERED, axis=AXIS)
 
 
 @contextmanager
-def meeting_in(exchange: RankExchange | None) -> Iterator[None]:
-    """What is traced inside meets in the memory of `pair_exchange`; None leaves it to collectives."""
+def exchanging_in(exchange: RankExchange | None) -> Iterator[None]:
+    """What is traced inside exchanges in the memory of `pair_exchange`; None leaves it to collectives."""
     token = _WORDS.set(exchange)
     try:
         yield
@@ -83,7 +83,7 @@ def reduced(x: Float[Array, "..."]) -> Float[Array, "..."]:
 
 
 def reduced_together(*parts: Float[Array, "..."]) -> tuple[Float[Array, "..."], ...]:
-    """`reduced` of each of several arrays of one shape, for which ranks meet once."""
+    """`reduced` of each of several arrays of one shape, in one all-reduce."""
     return parts if ranks_here() == 1 else tuple(reduced(jnp.stack(parts)))
 
 

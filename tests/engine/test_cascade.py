@@ -21,9 +21,9 @@ from dflash_jax.engine.cascade import (
     LayerCost,
     Sharers,
     Sharing,
-    as_told,
     common_pages,
     layer_costs,
+    shared_argument,
 )
 from dflash_jax.engine.resources import Resources
 from dflash_jax.engine.warmup import Jobs
@@ -100,8 +100,8 @@ def test_the_beginnings_that_save_most() -> None:
 def test_what_a_program_is_told() -> None:
     """One row of pages for one group, `GROUPS` of them for more."""
     slots, groups = np.array([4, 0, 2, 5]), [(np.array([0, 3]), 7), (np.array([2, 1]), 2)]
-    assert as_told(groups[:1], slots, 6).tolist() == [0, 0, 0, 0, 7, 7]
-    told = as_told(groups, slots, 6)
+    assert shared_argument(groups[:1], slots, 6).tolist() == [0, 0, 0, 0, 7, 7]
+    told = shared_argument(groups, slots, 6)
     assert told.shape == (GROUPS, 6)
     assert told[:2].tolist() == [[0, 0, 0, 0, 7, 7], [2, 0, 2, 0, 0, 0]]
     assert not told[2:].any()

@@ -64,7 +64,9 @@ def one_of(said: Mapping[str, Any], key: str, permitted: tuple[Any, ...], where:
     value = said.get(key)
     if not any(value is one or value == one for one in permitted):
         expected = ", ".join(map(repr, permitted))
-        raise ConfigError(f"config.json says {key}={shown(value)} in {where}, expected one of {expected}")
+        raise ConfigError(
+            f"config.json says {key}={shown(value)} in {where}, expected one of {expected}; take another release of the model"
+        )
     return value
 
 
