@@ -1,8 +1,8 @@
 """Decode context parallelism where a model has fewer key heads than there are ranks: those that have the same one spread its pages.
 
 Each has the queries of all of them attend to what lies in its own parts of the pages before the new tokens, and gives each rank
-what that one's heads found. Every one of them has the new tokens' keys, so these are attended to without a collective, and no rank has
-to know which of its tokens a query of a verified block may see. Where tokens lie, and how parts are joined, is
+what that one's heads found. Every one of them has the new tokens' keys, so these are attended to without a collective, and no rank
+has to know which of its tokens a query of a verified block may see. Where tokens lie, and how parts are joined, is
 `attention.context_parallel`'s.
 """
 
