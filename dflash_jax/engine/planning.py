@@ -114,10 +114,6 @@ def plan_engine(target: Checkpoint, drafter: Checkpoint | None, options: LoadOpt
         raise ParameterError(
             f"several processes do not share {target.family.name} yet, whose states begin on the host: take the GPUs of one host"
         )
-    if options.state_snapshots and not engine.state_bytes:
-        raise ParameterError(
-            f"state_snapshots must be left out for a target without recurrent states, got {options.state_snapshots}"
-        )
     try:
         memory = plan_for(
             engine, reading_bytes(stored, weights), options.num_pages, options.state_snapshots,
@@ -175,7 +171,12 @@ def plan_for(
 
     Raises:
       CapacityError: see `plan_memory`.
+      ParameterError: snapshots are asked for, of what has no states.
     """
+    if state_snapshots and not engine.state_bytes:
+        raise ParameterError(
+            f"state_snapshots must be left out for a target without recurrent states, got {state_snapshots}"
+        )
     ranks = engine.programs.ranks
     free = free_memory() if ranks is None else free_on_each(ranks.devices)
     draft = None if engine.draft is None else share_config(engine.draft, engine.tp)
