@@ -206,7 +206,9 @@ def random_pair(name: str, **options: Unpack[LoadKeywords]) -> Model:
         verify_length=choose_verify_length(draft, asked.verify_length),
         draft_window=choose_draft_window(draft, asked.draft_window), exact=asked.exact,
     )  # fmt: skip
-    memory = plan_for(engine, max(weight_bytes(stored), reading_bytes(stored, kept)), asked.num_pages, asked.state_snapshots)
+    memory = plan_for(
+        engine, max(weight_bytes(stored), reading_bytes(stored, kept)), asked.num_pages, asked.state_snapshots
+    )
     tables = families[0].parameters(target), families[1].parameters(draft)
     weights = {
         role: init_params(table, jax.random.key(seed), dtype, ranks=ranks)
