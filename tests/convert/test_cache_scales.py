@@ -208,7 +208,7 @@ def test_pages_are_kept_on_them(hf, tmp_path) -> None:
     assert unquantized.engine.cache_dtype is None
     assert any('cache_dtype="auto"' in notice for notice in unquantized.notices)
     assert dj.load(plain, cache_dtype="auto", **options).engine.cache_dtype is None
-    with pytest.raises(ParameterError, match=r'"auto" leaves pages as they are.*: cache_scales is for cache_dtype'):
+    with pytest.raises(ParameterError, match="cache_scales is for cache_dtype"):
         dj.load(plain, cache_dtype="auto", cache_scales="traffic", **options)
     empty = dj.load(write(hf, "unscaled", {}, dtype="float32"), cache_dtype="auto", **options)
     assert empty.engine.cache_dtype == "fp8"

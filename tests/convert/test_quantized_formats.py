@@ -211,8 +211,9 @@ def test_keys_and_values_in_float8_beside_weights(hf):
 def test_older_files_of_compressed_tensors(hf):
     """Scales of pages stand beside the projections that write them, and blocks are a text."""
     scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
-    blocks = {"num_bits": 8, "type": "int", "strategy": "block", "block_structure": "8x16"}
-    folder, _ = release(hf, "int8", **group(format="int-quantized", **blocks) | {"kv_cache_scheme": scheme})
+    blocks: dict[str, Any] = {"num_bits": 8, "type": "int", "strategy": "block", "block_structure": "8x16"}
+    said: dict[str, Any] = group(format="int-quantized", **blocks) | {"kv_cache_scheme": scheme}
+    folder, _ = release(hf, "int8", 1, **said)
     stored = load(folder / "model.safetensors")
     for name in [name for name in stored if name.endswith("weight_scale")]:
         height, width = stored[name.removesuffix("_scale")].shape

@@ -203,8 +203,6 @@ def test_layers_are_named_as_in_vllm() -> None:
     for wrong in (
         {"cache_dtype_skip_layers": [0]},
         {"cache_dtype": "fp8", "cache_dtype_skip_layers": "0"},
-        {"cache_dtype": "fp8", "cache_dtype_skip_layers": 0},
-        {"cache_dtype": "fp8", "cache_dtype_skip_layers": None},
         {"draft_cache_dtype": "int8"},
     ):
         with pytest.raises(ParameterError, match=r"cache_dtype"):

@@ -181,8 +181,6 @@ def test_a_drafter_in_eight_bits_changes_no_text(kind: WeightDtype) -> None:
 def test_a_drafter_that_is_not_there_has_no_weights() -> None:
     with pytest.raises(dj.ParameterError, match="draft_weight_dtype must be left out without a drafter, got 'fp8'"):
         dj.load(draft=False, draft_weight_dtype="fp8")
-    with pytest.raises(dj.ParameterError, match="proposals must be left out without a drafter, got 'rejection'"):
-        dj.load(draft=False, proposals="rejection")
     with pytest.raises(
         dj.ParameterError, match="draft_weight_dtype must be None, int8, fp8, fp8_dynamic or mxfp4, got 'fp4'"
     ):

@@ -418,35 +418,9 @@ def test_about_itself(port, model):
     assert (row["tokens"], row["count"], row["max_model_len"]) == (model.tokenizer.encode(PROMPT), 5, 256)
     assert "".join(row["token_strs"]) == PROMPT
     assert json.loads(post(port, "/detokenize", {"tokens": row["tokens"]})[2]) == {"prompt": PROMPT}
-    asked = {"messages": [{"role": "user", "content": "a"}]}
-    for path, body, param in (
-        ("/tokenize", {"prompt": PROMPT, "truncate": 2}, "truncate"),
-        ("/tokenize", {"prompt": PROMPT, "return_token_strs": "yes"}, "return_token_strs"),
-        ("/tokenize", asked | {"add_generation_prompt": False}, "add_generation_prompt"),
-        ("/tokenize", asked | {"add_special_tokens": True}, "add_special_tokens"),
-        ("/detokenize", {"tokens": [1], "skip_special_tokens": True}, "skip_special_tokens"),
-    ):
-        status, _, text = post(port, path, body)
-        assert (status, json.loads(text)["error"]["param"]) == (400, param)
     assert json.loads(get(port, "/v1/models/a/b")[1])["id"] == "a/b"
     assert [one["id"] for one in json.loads(get(port, "/v1/models")[1])["data"]] == ["pair", "a/b"]
     assert [get(port, path)[0] for path in ("/health", "/ready", "/version", "/tokenizer_info")] == [200] * 4
-
-
-def test_tokens_around_a_prompt_may_be_left_out(model, monkeypatch):
-    """What a tokenizer puts before every text, as Llama's does."""
-    known = model.tokenizer.encode
-    monkeypatch.setattr(
-        model.tokenizer, "encode", lambda text, special=True: [3] * special + known(text, special=special)
-    )
-    app, asked = make_app(model), {"prompt": PROMPT, "max_tokens": 4, "temperature": 0}
-    counts = [
-        asyncio.run(through(app, asked | {"add_special_tokens": special}))[2]["usage"]["prompt_tokens"]
-        for special in (True, False)
-    ]
-    assert counts == [6, 5]
-    wrong = asyncio.run(through(app, asked | {"add_special_tokens": 1}))[2]
-    assert wrong["error"]["param"] == "add_special_tokens"
 
 
 def test_keys_hosts_queues_and_draining(model):
