@@ -86,7 +86,8 @@ STORED_CASES = [
     Case(b, 4096, t, stored=stored) for stored in ("fp8", "int8") for b in (64, 8) for t in (1, 16)
 ]  # fmt: skip
 RAGGED_CASES = [Case(b, 32768, t, others=others) for b, others in ((32, 500), (8, 512)) for t in (1, 16)] + [
-    Case(8, 32768, t, stored=stored, others=512, by_items=by_items)
+    Case(8, length, t, stored=stored, others=others, by_items=by_items)
+    for length, others in ((32768, 512), (8192, None))
     for stored in ("fp8", "int8") for t in (1, 16) for by_items in (False, True)
 ]  # fmt: skip
 PAGE_CASES = [Case(64, 4096, 16, page_size=16), Case(8, 4096, 1, page_size=16)]
