@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -250,13 +251,13 @@ def prepared(case: Case, without_xla: bool) -> tuple[float, dict[str, Callable[[
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--only", nargs="+", default=None, help="cases by name, quoted")
+    parser.add_argument("--only", nargs="+", default=None, help="cases by name, quoted, stars allowed")
     parser.add_argument(
         "--without-xla", action="store_true", help="leave the slow baseline out of those that have a peer"
     )
     options = parser.parse_args()
     cases = PEER_CASES + STORED_CASES + FULL_CASES + PAGE_CASES + RAGGED_CASES
-    cases = [case for case in cases if not options.only or case.name in options.only]
+    cases = [case for case in cases if not options.only or any(fnmatchcase(case.name, one) for one in options.only)]
     record = Record("attention", options)
     # Compiling takes longer than measuring: it goes on side by side, and is over before anything is timed.
     with ThreadPoolExecutor(COMPILED_AT_ONCE) as pool:
