@@ -410,6 +410,11 @@ class LoadOptions:
             "proposals": (
                 self.proposals == "rejection", "draws tokens from what the drafter proposed: take shared_noise or argmax",
             ),
+            "cache_scales": (
+                self.cache_scales == FROM_TRAFFIC,
+                "finds them on whatever prompts come first, so that a text would depend on those: give texts as calibration, or save "
+                "what was found once (Model.save_cache_scales) and give the file",
+            ),
             "attention_output": (
                 self.attention_output is not None, "rounds what attention gives, which was not compared: leave it out",
             ),
