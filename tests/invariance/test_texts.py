@@ -135,7 +135,7 @@ PAIRS: dict[str, Callable[..., Pair]] = {
 PLACES = ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)]
 
 
-@pytest.mark.few("cpu-weights in int8", "cpu-latent rows in fp8")
+@pytest.mark.few("cpu-weights in int8", "cpu-latent rows in fp8", "cpu-pages in int8")
 @pytest.mark.parametrize("kind", PAIRS)
 @pytest.mark.parametrize("place", PLACES)
 def test_small_pairs(place: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,3 +226,19 @@ def test_the_shipped_pair(model: dj.Model, sampled: bool) -> None:
     drafted = [row.token_ids for row in served()]
     assert [row.token_ids for row in served(draft=False)] == drafted
     assert [dj.generate(model, *one).token_ids for one in zip(prompts, each, strict=True)] == drafted
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("max_batch", [1, 8])
+@pytest.mark.parametrize("kept", ["fp8", "int8"])
+def test_the_shipped_pair_over_pages_in_eight_bits(kept: Any, max_batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of its texts are sampled."""
+    monkeypatch.setattr(switches, "EXACT_EIGHT_BITS", True)
+    prompts = [row["text"] for row in json.loads(PROMPTS.read_text())][:40]
+    options: Any = {"exact": True, "dtype": "bfloat16", "max_batch": max_batch, "max_model_len": 512}
+    found = dj.load(cache_dtype=kept, calibration=prompts[:8], **options)
+    each = [params(index % 2 == 1, index) for index in range(len(prompts))]
+    served: Any = partial(dj.generate, found, prompts, each)
+    drafted = [row.token_ids for row in served()]
+    assert [row.token_ids for row in served(draft=False)] == drafted
+    assert [dj.generate(found, *one).token_ids for one in zip(prompts, each, strict=True)] == drafted
