@@ -373,8 +373,8 @@ def _persistent_refusal(traits: LayerTraits, call: CallShape, weights: WeightFor
         return reason
     if weights.dtype == "mixed" or (weights.quantized and not weights.paired):
         return "matrices of a layer are stored in different formats, or in eight bits without interleaved columns"
-    if traits.delta is not None and weights.quantized:
-        return "projections of gated delta nets stay in sixteen bits, other matrices are quantized"
+    if weights.quantized and (reason := _eight_bits_refusal(traits)) is not None:
+        return reason
     return _chain_refusal(traits, call.rows, call.dtype, weights.itemsize)
 
 
@@ -402,10 +402,15 @@ def _fused_float8_refusal(traits: LayerTraits, call: CallShape, weights: WeightF
         return 'weights are not "fp8_dynamic"'
     if call.rows < MANY_ROWS:
         return f"{call.rows} rows are multiplied as they are, rounding begins at {MANY_ROWS}"
-    if traits.zero_centered:
-        return "norms are zero-centered, which the operation that rounds their rows to float8 lacks"
     if weights.paired is None:
         return "some matrices have interleaved columns and others not"
+    return _eight_bits_refusal(traits)
+
+
+def _eight_bits_refusal(traits: LayerTraits) -> str | None:
+    """Why kernels that multiply weights in eight bits do not take these layers, though those of sixteen do."""
+    if (traits.delta is not None or traits.zero_centered) and not switches.HYBRID_EIGHT_BITS:
+        return "switched off for zero-centered norms and gated delta nets, with whose weights in eight bits no GPU has run it"
     return None
 
 
@@ -494,6 +499,9 @@ def _blocks_refusal(traits: LayerTraits, call: CallShape, ranks: int) -> str | N
 
 def _chain_refusal(traits: LayerTraits, rows: int, dtype: jnp.dtype, itemsize: int = 2) -> str | None:
     """Why there is no chain of products between layers of each two kinds."""
+    if itemsize == 1 and traits.delta is not None:
+        # Rows of gates are two numbers of eight bits each.
+        traits = replace(traits, delta=replace(traits.delta, columns=traits.delta.columns + traits.delta.gates))
     refusals = (layer_chain_refusal(rows, dtype, **sizes, itemsize=itemsize) for sizes in _sizes(traits))
     return next(filter(None, refusals), None)
 

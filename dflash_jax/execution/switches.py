@@ -9,6 +9,7 @@ PERSISTENT_ATTENTION = True  # attention over pages in the same kernel
 FUSED_DENSE = True  # GEMMs with epilogues
 FUSED_QKV = True  # norm, rotation, write and attention of few tokens as one launch
 HYBRID = True  # fused runners of targets with gated delta nets
+HYBRID_EIGHT_BITS = False  # the same with weights in eight bits, which no GPU has run
 COLUMN_BLOCKS = True  # matrices stored in blocks of columns
 SHARING_GROUPS = False  # beginnings of several groups are read once, which no GPU has timed
 NARROW_ITEMS = False  # a schedule of parts for pages in eight bits, which no GPU has run
