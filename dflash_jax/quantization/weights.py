@@ -60,7 +60,7 @@ _GATED, _OF_HEADS = "delta.in_proj.weight", "delta.a_log"
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Quantised:
-    """A matrix `[F, D]` in eight bits.
+    """A matrix in eight bits, of F stored rows.
 
     Attributes:
       values: int8 or float8_e4m3fn.
@@ -73,8 +73,8 @@ class Quantised:
       doubled: so many rows, the last ones, are a sum of two: what the first rounds off is a row behind all others.
     """
 
-    values: Int[Array, "Fd D"] | Float[Array, "Fd D"]
-    scales: Float[Array, "Fd"]
+    values: Int[Array, "F D"] | Float[Array, "F D"]
+    scales: Float[Array, "F"]
     dtype: jnp.dtype = field(metadata={"static": True})
     paired: bool = field(default=False, metadata={"static": True})
     dynamic: bool = field(default=False, metadata={"static": True})
