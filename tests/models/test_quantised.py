@@ -33,10 +33,12 @@ def matrix(dtype: Any = jnp.float32, width: int = 24) -> jax.Array:
 
 
 def dequantised(weight: Quantised) -> np.ndarray:
-    values = np.asarray(weight.values, np.float64)
+    values, count = np.asarray(weight.values, np.float64), weight.shape[0]
     if weight.paired:  # column 2 i + h of a block of sixteen is its column 8 h + i
         values = np.concatenate([values.reshape(len(values), -1, 16)[:, :, h::2] for h in (0, 1)], axis=2)
-    return values.reshape(weight.shape) * np.asarray(weight.scales, np.float64)[:, None]
+    rows = values.reshape(weight.values.shape) * np.asarray(weight.scales, np.float64)[:, None]
+    rows[count - weight.doubled : count] += rows[count:]
+    return rows[:count]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -75,8 +77,10 @@ def test_which_parameters_are_quantised() -> None:
         "layers.0.attn.kv_b_proj.weight": False, "layers.0.mlp.router.weight": False, "norm.weight": False,
         "layers.0.mlp.experts.gate_up_proj.weight": False, "layers.0.mlp.shared.down_proj.weight": True,
         "layers.0.mlp.down_proj.weight": True, "layers.0.attn.q_norm.weight": False, "lm_head.weight": True,
+        "layers.1.delta.in_proj.weight": True, "layers.1.delta.conv": False, "layers.1.delta.a_log": False,
+        "layers.1.delta.out_proj.weight": True,
     }  # fmt: skip
-    params = {name: jnp.ones((4, 8)) for name in names}
+    params = {name: jnp.ones((4, 8)) for name in names} | {"layers.1.delta.a_log": jnp.ones(1)}
     result = quantise_weights(params, "int8")
     assert {name: isinstance(array, Quantised) for name, array in result.items()} == names
     assert list(result) == list(names)
