@@ -25,8 +25,8 @@ from ..random_pair import random_prompts
 from .golden_files import TOLERANCE, difference
 from .hybrid_oracle import forward
 from .test_hybrid_sizes import make_caches
-from .test_qwen3_5 import as_file, random_weights
 from .test_quantised import dequantised
+from .test_qwen3_5 import as_file, random_weights
 
 KINDS: tuple[WeightDtype, ...] = ("int8", "fp8", "fp8_dynamic")
 # Columns in sixteens, which are stored in pairs, and others.
@@ -155,6 +155,8 @@ def test_ranks_round_as_if_nobody_shared(kind: WeightDtype) -> None:
         assert isinstance(made, Quantised)
         assert made.doubled == (6 if name.endswith("in_proj.weight") else 0)
         for rank in range(2):
-            values, scales = (jnp.asarray(np.asarray(one.addressable_shards[rank].data)) for one in (made.values, made.scales))
+            values, scales = (
+                jnp.asarray(np.asarray(one.addressable_shards[rank].data)) for one in (made.values, made.scales)
+            )
             own = Quantised(values, scales, made.dtype, made.paired, doubled=made.doubled)
             np.testing.assert_array_equal(dequantised(own), how.share(expected, rank, 2))

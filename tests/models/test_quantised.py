@@ -119,11 +119,15 @@ def test_many_rows_are_rounded_by_their_own_largest(dtype: Any, width: int) -> N
     np.testing.assert_array_equal(best_rows(x[sound][:64], weight), jnp.argmax(linear(x[sound][:64], weight), axis=-1))
 
 
-def test_layers_that_round_rows_as_one_operation_each() -> None:
-    """The same as layers called one by one, whose products round what they multiply."""
+@pytest.mark.parametrize("paired", [False, True])
+def test_layers_that_round_rows_as_one_operation_each(paired: bool) -> None:
+    """The same as layers called one by one, whose products round what they multiply; entries of a head turn with those half a head
+    away, or with those beside them."""
     model = dj.load(max_batch=1, max_model_len=128, weight_dtype="fp8_dynamic", draft=False)
     weights: Any = model.engine.weights["target"]
-    target = bind(model.target, weights)
+    target = bind(
+        dataclasses.replace(model.target, rope=dataclasses.replace(model.target.rope, paired=paired)), weights
+    )
     x = jax.random.normal(jax.random.key(0), (5, 16, model.target.hidden_size)) * 0.1
     rotary = target.rotary(jnp.broadcast_to(jnp.arange(16), (5, 16)))
 
@@ -144,7 +148,7 @@ def test_layers_that_round_rows_as_one_operation_each() -> None:
 )
 def test_layers_that_round_rows_one_by_one(changes: dict[str, Any], fitting: bool) -> None:
     """Where projections have biases, or some of their matrices lie in pairs and others not."""
-    sizes = {
+    sizes: dict[str, Any] = {
         "vocab_size": 8,
         "hidden_size": 32,
         "intermediate_size": 48,
@@ -161,7 +165,8 @@ def test_layers_that_round_rows_one_by_one(changes: dict[str, Any], fitting: boo
 
 
 def test_a_bias_is_added_to_rows_that_are_rounded() -> None:
-    layer, x = Linear(48, 32, bias=True), jax.random.normal(jax.random.key(0), (2, MANY_ROWS, 32))
+    layer: Any = Linear(48, 32, bias=True)
+    x = jax.random.normal(jax.random.key(0), (2, MANY_ROWS, 32))
     weight = quantise(jax.random.normal(jax.random.key(1), (48, 32)), "fp8_dynamic")
     layer.weight, layer.bias = nnx.Param(weight), nnx.Param(100 * jnp.arange(1.0, 49))
     rounded = np.asarray(x, np.float64) @ dequantised(weight).T
