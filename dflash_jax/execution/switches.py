@@ -11,7 +11,6 @@ FUSED_QKV = True  # norm, rotation, write and attention of few tokens as one lau
 HYBRID = True  # fused runners of targets with gated delta nets
 HYBRID_EIGHT_BITS = False  # the same with weights in eight bits, which no GPU has run
 COLUMN_BLOCKS = True  # matrices stored in blocks of columns
-SHARING_GROUPS = False  # beginnings of several groups are read once, which no GPU has timed
 NARROW_ITEMS = False  # a schedule of parts for pages in eight bits, which no GPU has run
 FOUR_BITS = True  # experts that were released in MXFP4 stay so where a kernel reads them
 RANK_EXCHANGE = True  # GPUs that share a model add up in kernels of the package's own while decoding
