@@ -67,7 +67,8 @@ CYCLE = CallShape(1, 16, BFLOAT16, PAGES)
 )  # fmt: skip
 def test_runner_of_a_published_target(name: str, sequences: int, weights: Any, runner: str, attention: str) -> None:
     """A pass over 16 tokens of each sequence on an H200."""
-    config = (TARGETS | MOE_TARGETS | LLAMA_TARGETS | QWEN2_TARGETS | HYBRID_TARGETS)[name]
+    every: Any = {**TARGETS, **MOE_TARGETS, **LLAMA_TARGETS, **QWEN2_TARGETS, **HYBRID_TARGETS}
+    config = every[name]
     if name not in HYBRID_TARGETS:
         config = replace(config, num_layers=1, windows=config.windows[:1])
     with h200():
@@ -217,11 +218,11 @@ def test_the_plans_of_a_setup() -> None:
     with h200():
         weights = weight_shapes(pair, BFLOAT16, rows=cycle_rows(1, DRAFT))
         pools = _pools(QWEN3), _pools(DRAFT)
-        plans = setup.plans(weights, 1, 32, pools)
+        plans: Any = setup.plans(weights, 1, 32, pools)
         assert plans.target.runner == plans.draft.runner == "persistent"
         assert plans.target.weight_layout == plans.draft.weight_layout == "column_blocks"
         assert plans.context.form == "one_launch"
-        alone = setup.verifying(1).plans(weights, 1, 32, pools)
+        alone: Any = setup.verifying(1).plans(weights, 1, 32, pools)
         assert (alone.draft, alone.context.form) == (None, "apart")
 
 
