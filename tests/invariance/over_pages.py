@@ -70,7 +70,13 @@ def pool(count: int, heads: int, dim: int, dtype: Any = jnp.bfloat16, *, salt: i
 
 
 def attention(
-    real: bool, *, stored: Any = jnp.bfloat16, splits: int = 2, window: int | None = None, sinks: bool = False, told: bool = True
+    real: bool,
+    *,
+    stored: Any = jnp.bfloat16,
+    splits: int = 2,
+    window: int | None = None,
+    sinks: bool = False,
+    told: bool = True,
 ) -> Form:
     """`told`: that rows are to know of no other, which kernels over pages in eight bits do not do by themselves."""
     heads, kv_heads, dim, middle = (32, 8, 128, REAL_MIDDLE) if real else (4, 1, 64, 126)

@@ -28,9 +28,10 @@ def test_small(name: str) -> None:
     assert bool(found) != operation.holds, found
 
 
+# That bits differed here is not promised of what the mode refuses.
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("name", [name for name, operation in OPERATIONS.items() if operation.holds])
 def test_on_a_gpu(name: str) -> None:
     operation = OPERATIONS[name]
     found = differing(operation.make(True), operation.shapes, free=operation.free, moves=operation.moves, turns=3)
-    assert bool(found) != operation.holds, found
+    assert not found

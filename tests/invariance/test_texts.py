@@ -189,12 +189,6 @@ def test_pages_in_eight_bits_where_they_have_run(kept: Any, monkeypatch: pytest.
         check_exact(target_config(), None, options)
 
 
-def test_scales_of_the_first_prompts_are_refused() -> None:
-    """Whoever comes first would choose everybody's bits."""
-    with pytest.raises(ParameterError, match="cache_scales='traffic' finds them on whatever prompts come first"):
-        LoadOptions(exact=True, cache_dtype="fp8", cache_scales="traffic")
-
-
 def test_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """On other GPUs than Hopper, where its kernel would attend to latent rows. To pages of heads XLA attends then."""
     monkeypatch.setattr("dflash_jax.execution.plan._has_triton", lambda: True)

@@ -153,7 +153,8 @@ def put_scaled(source, target, factors, memory, first_row, rows, asked, *, by_ro
       rows: of the source's rows `t * G + g` the first so many are wanted, zeros take the place of others.
 
     Returns:
-      What all scores have to be multiplied with, a float32 scalar, for int8 without `by_row`; else None. All threads may read afterwards.
+      What all scores have to be multiplied with, a float32 scalar, for int8 without `by_row`; else None. All threads may read
+      afterwards.
     """
     asked = [th.as_words(array) for array in asked]
     i32, f32 = th.i32(), ir.F32Type.get()

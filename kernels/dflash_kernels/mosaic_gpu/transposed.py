@@ -117,8 +117,8 @@ def _joined(halves) -> Any:
     interpret=lambda scores, factors, offsets: scores * factors - offsets,
 )  # fmt: skip
 def exponents(scores, factors, offsets):
-    """`scores * factors - offsets`, all `[64, N]`, rounded once wherever it stands: of a product and a difference a compiler makes one
-    instruction in some places and two in others.
+    """`scores * factors - offsets`, all `[64, N]`, rounded once wherever it stands: of a product and a difference a compiler makes
+    one instruction in some places and two in others.
     """
     registers = np.empty_like(scores.registers)
     for place in np.ndindex(registers.shape):

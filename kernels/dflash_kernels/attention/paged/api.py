@@ -76,9 +76,9 @@ def paged_attention(
       return_lse: also return the natural-log sum of exponentials, float32, sinks included.
       schedule: from `paged_schedule` of the same lengths, for all layers of a step: which CTA takes which part. Changes speed and
         rounding only, and is ignored where nothing uses it.
-      batch_invariant: a query's bits are the same in whatever slot and place of the block it stands and whatever the others hold, in
-        calls of one shape: keys are added in parts by where they lie, and no schedule is followed. XLA's are so as far as its
-        products are.
+      batch_invariant: a query's bits are the same in whatever slot and place of the block it stands and whatever the others
+        hold, in calls of one shape: keys are added in parts by where they lie, and no schedule is followed. XLA's are so as far as
+        its products are.
       implementation: a name, names to try in order, or None for the best that takes the call.
 
     Returns:

@@ -31,8 +31,8 @@ def paged_attention_reference(
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
     """See `paged_attention`. Quantised pages widen to q's dtype, which is exact; their scales multiply in float32.
 
-    `schedule` and `batch_invariant` are ignored. In float32 one sequence goes after the other: XLA picks a product's code by its size, and a request is to
-    have the same bits alone and in a batch.
+    `schedule` and `batch_invariant` are ignored. In float32 one sequence goes after the other: XLA picks a product's code by its
+    size, and a request is to have the same bits alone and in a batch.
     """
     attend = functools.partial(
         _attend, k_pages=k_pages, v_pages=v_pages, causal=causal, window=window, soft_cap=soft_cap, sinks=sinks, scale=scale,
