@@ -100,11 +100,13 @@ def shared(ranks: int, kind: Any = None, **options: Any) -> Pair:
     return pair
 
 
-def in_eight_bits(make: Callable[..., Pair], cache_dtype: str) -> Pair:
+def in_eight_bits(make: Callable[..., Pair], cache_dtype: Any) -> Pair:
     """Of pages on scales that were found before."""
     pair = make(cache_dtype=cache_dtype)
-    texts, params = random_prompts(LENGTHS), pair.engine.weights["target"]
-    scales = calibrate(pair.target, params, texts, cache_dtype=cache_dtype, ranks=pair.engine.programs.ranks)
+    given: Any = pair.engine.weights["target"]
+    scales = calibrate(
+        pair.target, given, random_prompts(LENGTHS), cache_dtype=cache_dtype, ranks=pair.engine.programs.ranks
+    )
     pair.engine = replace(pair.engine, cache_scales=scales)
     return pair
 
