@@ -24,7 +24,7 @@ from jaxtyping import Array, Float
 from dflash_jax.execution.plan import ExecutionPlan
 from dflash_jax.models.layers import Attention, Cache, Norm, Rotary
 from dflash_jax.parallel.ranks import AXIS
-from dflash_jax.quantization.weights import Quantised, Weight
+from dflash_jax.quantization.weights import Quantised, Weight, summed_rows
 
 
 class Workspace(NamedTuple):
@@ -134,6 +134,7 @@ def run_persistent(
             eps=layer.post_norm.eps, zero_centered=layer.post_norm.zero_centered, implementation=implementation,
             **workspace.options,
         )  # fmt: skip
+        projected = None if later is None else summed_rows(projected, later.mixer.projections[0].weight[...])
         streams.append(stream)
     hidden = stream_norm(stream, rows, norm.weight[...], eps=norm.eps, zero_centered=norm.zero_centered)
     streams = [_rows(stream, rows).astype(x.dtype).reshape(x.shape) for stream in streams]

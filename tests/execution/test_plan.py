@@ -67,7 +67,8 @@ CYCLE = CallShape(1, 16, BFLOAT16, PAGES)
 )  # fmt: skip
 def test_runner_of_a_published_target(name: str, sequences: int, weights: Any, runner: str, attention: str) -> None:
     """A pass over 16 tokens of each sequence on an H200."""
-    config = (TARGETS | MOE_TARGETS | LLAMA_TARGETS | QWEN2_TARGETS | HYBRID_TARGETS)[name]
+    every: Any = {**TARGETS, **MOE_TARGETS, **LLAMA_TARGETS, **QWEN2_TARGETS, **HYBRID_TARGETS}
+    config = every[name]
     if name not in HYBRID_TARGETS:
         config = replace(config, num_layers=1, windows=config.windows[:1])
     with h200():
@@ -79,6 +80,40 @@ def test_runner_of_a_published_target(name: str, sequences: int, weights: Any, r
     order = ["persistent", "fused_dense", "fused_float8", "fused_moe", "plain"]
     assert [one.what for one in found.refusals if one.what in order] == order[: order.index(runner)]
     assert all(one.reason for one in found.refusals)
+
+
+@pytest.mark.parametrize(
+    ("sequences", "tokens", "weights", "runner"),
+    [
+        (1, 16, "int8", "persistent"), (4, 1, "fp8", "persistent"), (1, 16, "fp8_dynamic", "persistent"),
+        (2, 16, "fp8_dynamic", "plain"), (8, 16, "fp8", "plain"), (8, 16, "fp8_dynamic", "fused_float8"),
+        (1, 512, "fp8_dynamic", "fused_float8"),
+    ],
+)  # fmt: skip
+def test_hybrid_targets_in_eight_bits(
+    sequences: int, tokens: int, weights: Any, runner: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As dense targets, where that is switched on."""
+    config, call = HYBRID_TARGETS["Qwen3.5-9B"], CallShape(sequences, tokens, BFLOAT16)
+    with h200():
+        held = weight_format(weight_shapes([(config, family_for(config))], BFLOAT16, weights)["target"])
+        off = choose(layer_traits(config), call, held)
+        assert off.runner == "plain"
+        assert runner == "plain" or "no GPU has run it" in (off.refused(runner) or "")
+        monkeypatch.setattr(switches, "HYBRID_EIGHT_BITS", True)
+        found = choose(layer_traits(config), call, held)
+        assert (found.runner, found.attention) == (runner, "apart")
+
+
+def test_rows_of_gates_count_twice_in_eight_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel takes widths of whole 32: of 24 heads the projection has 16 too many, and none with its gates twice."""
+    monkeypatch.setattr(switches, "HYBRID_EIGHT_BITS", True)
+    config = replace(HYBRID_TARGETS["Qwen3.5-9B"], linear_key_heads=8, linear_value_heads=24)
+    with h200():
+        wide = choose(layer_traits(config), CYCLE, FORMAT)
+        narrow = choose(layer_traits(config), CYCLE, WeightFormat("int8", quantized=True, paired=True))
+    assert "32 divides, not next 8240" in (wide.refused("persistent") or "")
+    assert narrow.runner == "persistent"
 
 
 @pytest.mark.parametrize(
@@ -183,11 +218,11 @@ def test_the_plans_of_a_setup() -> None:
     with h200():
         weights = weight_shapes(pair, BFLOAT16, rows=cycle_rows(1, DRAFT))
         pools = _pools(QWEN3), _pools(DRAFT)
-        plans = setup.plans(weights, 1, 32, pools)
+        plans: Any = setup.plans(weights, 1, 32, pools)
         assert plans.target.runner == plans.draft.runner == "persistent"
         assert plans.target.weight_layout == plans.draft.weight_layout == "column_blocks"
         assert plans.context.form == "one_launch"
-        alone = setup.verifying(1).plans(weights, 1, 32, pools)
+        alone: Any = setup.verifying(1).plans(weights, 1, 32, pools)
         assert (alone.draft, alone.context.form) == (None, "apart")
 
 
