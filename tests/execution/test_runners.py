@@ -55,7 +55,7 @@ def agree(theirs: list[jax.Array], ours: list[jax.Array]) -> None:
 @pytest.mark.few("qwen3_gqa5", "qwen3_moe_plain", "qwen3_rope_llama3", "qwen2_window")
 @pytest.mark.parametrize("case", CASES)
 def test_fused_runners_agree_with_layers_called_one_by_one(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where traits allow them: with sliding windows and partial rotation, but not with biases."""
+    """Where traits allow them: with sliding windows, partial rotation and biases, but not one of attention's output."""
     config, params, inputs, _ = golden(case)
     model: Any = bind(config, params)
     ids, positions = jnp.asarray(inputs["ids"]), jnp.asarray(inputs["positions"])
@@ -68,7 +68,7 @@ def test_fused_runners_agree_with_layers_called_one_by_one(case: str, monkeypatc
     monkeypatch.setattr(plan, "dense_refusal", lambda *_: None)
     for wanted in ("persistent", "fused_dense"):
         chosen = choose(layer_traits(config), call, weights)
-        fitting = not config.attention_bias and layer_traits(config).feed_forward == "dense"
+        fitting = layer_traits(config).bias != "all" and layer_traits(config).feed_forward == "dense"
         assert chosen.runner == (wanted if fitting else "plain")
         agree(theirs, runs(chosen, model, x, rotary, dense_attend()))
         monkeypatch.setattr(switches, "PERSISTENT", False)
@@ -204,7 +204,7 @@ def test_attention_in_the_same_kernel(case: str, monkeypatch: pytest.MonkeyPatch
     whole_plan, whole = run()
     traits = layer_traits(config)
     fitting = (
-        traits.feed_forward == "dense" and traits.bias == "none" and not traits.window and config.rope.partial == 1
+        traits.feed_forward == "dense" and traits.bias != "all" and not traits.window and config.rope.partial == 1
     )
     assert (apart_plan.attention, whole_plan.attention) == ("apart", "in_layer" if fitting else "apart")
     monkeypatch.setattr(plan, "attention_chain_refusal", lambda *_, **__: "apart")
