@@ -76,7 +76,7 @@ EXACT_PRODUCTS = {
     "xla_allow_excess_precision": False,
 }
 
-# Formats of pages of heads that kernels widen, of which each reads in an order of its own; others are XLA's.
+# Formats of pages of heads that a kernel widens; others are XLA's.
 WIDENED = ("fp8", "int8")
 
 # In the layers: from the stream to what mixes tokens, from there to the stream, and of the feed-forward.
@@ -296,19 +296,20 @@ def exact_refusals(traits: LayerTraits, tokens: int, cache_dtype: str | None = N
         reasons.append("gated delta nets sum the tokens of a block in another order than one after the other")
     if traits.convolved:
         reasons.append("sublayers are convolved along the tokens")
-    if traits.attention == "heads" and cache_dtype in WIDENED:
+    hopper = target().capability == HOPPER
+    if traits.attention == "heads" and cache_dtype in WIDENED and hopper and not switches.EXACT_EIGHT_BITS:
         reasons.append(
-            f"kernels of attention over pages in {cache_dtype!r} deal keys out by how many there are and round a token's weights "
-            "by those of its block: leave cache_dtype out"
+            f"the kernel of attention over pages in {cache_dtype!r} that gives each token its own order of keys and its own "
+            "rounding was interpreted, and no GPU has run it: leave cache_dtype out"
         )
     if traits.attention == "latent" and cache_dtype == "fp8" and tokens > 1 and tokens * traits.heads <= NARROW_ROWS:
         reasons.append(
             f"the kernel for up to {NARROW_ROWS} queries over latent rows in float8 deals keys out by how many there are: take "
             'cache_dtype="fp8_packed", or leave it out'
         )
-    if target().platform == "gpu" and target().capability != HOPPER and _has_triton():
+    if traits.attention == "latent" and target().platform == "gpu" and not hopper and _has_triton():
         reasons.append(
-            f"Triton's kernels of attention, which {target().kind} runs, deal keys out by how many there are: uninstall "
+            f"Triton's kernel of latent attention, which {target().kind} runs, deals keys out by how many there are: uninstall "
             "jax-triton, or take a Hopper GPU"
         )
     return reasons
