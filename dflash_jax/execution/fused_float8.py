@@ -10,7 +10,7 @@ from dflash_kernels import float8_dense, float8_gated, float8_onto
 from jaxtyping import Array, Float
 
 from dflash_jax.models.layers import Cache, Norm, Rotary
-from dflash_jax.quantization.weights import rounded, summed_rows
+from dflash_jax.quantization.weights import rounded
 
 
 def run_fused_float8(
@@ -28,7 +28,8 @@ def run_fused_float8(
     rows = rounded(normed.reshape(stream.shape), layers[0].mixer.projections[0].weight[...])
     for layer, later in zip(layers, (*layers[1:], None), strict=True):
         first, last, gate_up, down = (projection.weight[...] for projection in _projections(layer))
-        projected = summed_rows(float8_dense(rows, first.values, first.scales, x.dtype), first)
+        projected = float8_dense(rows, first.values, first.scales, x.dtype)
+        projected = layer.mixer.projections[0].of_product(projected)
         mixed, cache = layer.mixer.mix(projected.reshape(*x.shape[:-1], -1), rotary, attend, cache)
         stream, rows = _onto(rounded(mixed.reshape(stream.shape[0], -1), last), last, stream, layer.post_norm)
         inner = rounded(float8_gated(rows, gate_up.values, gate_up.scales, x.dtype), down)

@@ -362,8 +362,10 @@ def _dense_layers_refusal(traits: LayerTraits) -> str | None:
         return reason
     if traits.feed_forward != "dense":
         return "some layers have experts"
-    if traits.bias != "none":
-        return "attention's projections have biases"
+    if traits.bias == "all":
+        return "attention's output has a bias, which kernels do not add to the stream"
+    if traits.bias == "qkv" and not switches.BIASES:
+        return "attention's projections have biases, which are switched off"
     return None
 
 

@@ -10,6 +10,7 @@ FUSED_DENSE = True  # GEMMs with epilogues
 FUSED_QKV = True  # norm, rotation, write and attention of few tokens as one launch
 HYBRID = True  # fused runners of targets with gated delta nets
 HYBRID_EIGHT_BITS = False  # the same with weights in eight bits, which no GPU has run
+BIASES = True  # fused runners of layers with biases of queries, keys and values, added between two launches
 COLUMN_BLOCKS = True  # matrices stored in blocks of columns
 NARROW_ITEMS = False  # a schedule of parts for pages in eight bits, which no GPU has run
 EXACT_EIGHT_BITS = False  # exact texts over heads' pages in float8 and int8 on a GPU, which none has run

@@ -59,7 +59,9 @@ CYCLE = CallShape(1, 16, BFLOAT16, PAGES)
         ("Qwen3-4B", 1, "int8", "persistent", "in_layer"), ("Qwen3-4B", 8, "int8", "plain", "apart"),
         ("Qwen3-4B", 8, "fp8_dynamic", "fused_float8", "apart"), ("Qwen3-30B-A3B", 1, None, "fused_moe", "apart"),
         ("Llama-3.1-8B", 1, None, "persistent", "in_layer"), ("Llama-3.1-8B", 8, "fp8_dynamic", "fused_float8", "apart"),
-        ("Qwen2.5-7B", 1, None, "plain", "apart"), ("Qwen3.5-4B", 1, None, "persistent", "apart"),
+        ("Qwen2.5-7B", 1, None, "persistent", "apart"), ("Qwen2.5-7B", 8, None, "fused_dense", "apart"),
+        ("Qwen2.5-7B", 1, "int8", "persistent", "apart"), ("Qwen2.5-7B", 8, "fp8_dynamic", "fused_float8", "apart"),
+        ("Qwen3.5-4B", 1, None, "persistent", "apart"),
         ("Qwen3.5-4B", 8, None, "fused_dense", "apart"), ("Qwen3.5-27B", 1, None, "persistent", "apart"),
         ("Qwen3.5-4B", 1, "int8", "plain", "apart"), ("Qwen3.5-4B", 8, "fp8_dynamic", "plain", "apart"),
         ("Qwen3.5-35B-A3B", 1, None, "fused_moe", "apart"),
@@ -119,7 +121,7 @@ def test_rows_of_gates_count_twice_in_eight_bits(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("change", "what", "said"),
     [
-        ({"attention": "latent"}, "persistent", "latent rows"), ({"bias": "qkv"}, "persistent", "biases"),
+        ({"attention": "latent"}, "persistent", "latent rows"), ({"bias": "all"}, "persistent", "output has a bias"),
         ({"activation": "gelu_tanh"}, "persistent", "gelu_tanh"), ({"value_scale": 2.0}, "persistent", "multiplied with 2.0"),
         ({"feed_forward": "mixed"}, "persistent", "experts"),
         ({"convolved": True}, "persistent", "convolved along the block"),
@@ -165,6 +167,8 @@ def test_several_devices_and_switches_leave_other_runners(monkeypatch: pytest.Mo
             "plain", "switched off", "switched off",
         )  # fmt: skip
         monkeypatch.undo()
+        monkeypatch.setattr(switches, "BIASES", False)
+        assert "switched off" in (choose(replace(TRAITS, bias="qkv"), CYCLE, FORMAT).refused("fused_dense") or "")
         monkeypatch.setattr(switches, "HYBRID", False)
         found = choose(layer_traits(HYBRID_TARGETS["Qwen3.5-4B"]), CYCLE, FORMAT)
         assert "switched off" in (found.refused("persistent") or "")
