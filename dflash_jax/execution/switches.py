@@ -12,6 +12,7 @@ HYBRID = True  # fused runners of targets with gated delta nets
 COLUMN_BLOCKS = True  # matrices stored in blocks of columns
 SHARING_GROUPS = False  # beginnings of several groups are read once, which no GPU has timed
 NARROW_ITEMS = False  # a schedule of parts for pages in eight bits, which no GPU has run
+GRAMMAR_TABLES = True  # grammars that are regular are tables on the device
 FOUR_BITS = True  # experts that were released in MXFP4 stay so where a kernel reads them
 RANK_EXCHANGE = True  # GPUs that share a model add up in kernels of the package's own while decoding
 RANK_EXCHANGE_DELTA = False  # also those of gated delta nets, whose texts were not compared on GPUs
