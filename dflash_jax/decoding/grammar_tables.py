@@ -38,9 +38,7 @@ class GrammarTables:
     rows: Int[Array, "S"]
 
 
-def block_states(
-    tables: GrammarTables, states: Int[Array, "B"], ids: Int[Array, "B T"]
-) -> Int[Array, "B T"]:
+def block_states(tables: GrammarTables, states: Int[Array, "B"], ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
     """The state of every row of a block.
 
     Args:
@@ -56,10 +54,13 @@ def block_states(
 
 def table_masks(tables: GrammarTables, states: Int[Array, "B T"]) -> UInt32[Array, "B T W"]:
     """What may come in these states, as `grammar_masks.masked` takes it. All of a slot are of one grammar, or `FREE`."""
-    allowed = tables.next[states] >= 0
+    allowed = tables.next.at[states].get(mode="promise_in_bounds") >= 0
     # A row that is free allows every class, whatever the grammar that its columns are of.
-    classes = tables.classes[tables.rows[states[:, 0]]].astype(jnp.int32)
-    bits = jnp.take_along_axis(allowed, classes[:, None], axis=-1).reshape(*states.shape, -1, BITS)
+    rows = tables.rows.at[states[:, 0]].get(mode="promise_in_bounds")
+    classes = tables.classes.at[rows].get(mode="promise_in_bounds").astype(jnp.int32)
+    bits = jnp.take_along_axis(allowed, classes[:, None], axis=-1, mode="promise_in_bounds").reshape(
+        *states.shape, -1, BITS
+    )
     return jnp.sum(bits.astype(jnp.uint32) << jnp.arange(BITS, dtype=jnp.uint32), axis=-1, dtype=jnp.uint32)
 
 
@@ -78,11 +79,13 @@ def states_after(
 
 
 def _classes(tables: GrammarTables, states: Int[Array, "B"], ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
-    return tables.classes[tables.rows[states][:, None], ids].astype(jnp.int32)
+    rows = tables.rows.at[states].get(mode="promise_in_bounds")
+    return tables.classes.at[rows[:, None], ids].get(mode="promise_in_bounds").astype(jnp.int32)
 
 
 def _behind(tables: GrammarTables, states: Int[Array, "B"], classes: Int[Array, "B"]) -> Int[Array, "B"]:
-    return jnp.maximum(tables.next[states, classes].astype(jnp.int32), FREE)
+    behind = tables.next.at[states, classes].get(mode="promise_in_bounds")
+    return jnp.maximum(behind.astype(jnp.int32), FREE)
 
 
 class Shelf:

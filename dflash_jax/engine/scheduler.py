@@ -459,15 +459,15 @@ class Batch:
 
     def place(self, job: Job) -> bool:
         """Finds room for the table of a request's grammar beside those of the requests in slots; False where there is none yet."""
-        automaton = job.automaton
-        return automaton is None or self.core.shelf.place(automaton, {other.automaton for other in self.slots.taken} - {None})
+        used = {other.automaton for other in self.slots.taken if other.automaton is not None}
+        return job.automaton is None or self.core.shelf.place(job.automaton, used)
 
     def _grammar(self, job: Job, tokens: Sequence[int], known: int | None = None) -> int:
         """What the device knows a request's grammar by, behind `tokens`; `known` as of `Follower`."""
         job.follower, grammar = None, job.request.grammar
         if grammar is None:
             return NO_GRAMMAR
-        if self.needs.mode == "regular":
+        if self.needs.mode == "regular" and job.automaton is not None:
             return self.core.shelf.state(job.automaton, job.automaton.walk(tokens))
         job.follower = Follower(grammar, tokens, known)
         return job.follower.number
@@ -482,7 +482,7 @@ class Batch:
             slot, automaton = job.slot, job.automaton
             if job.request.grammar is None:
                 continue
-            if was == "regular":
+            if was == "regular" and automaton is not None:
                 # Texts may be ahead of what the host has seen. Any other that leads to the same state will do.
                 own = self.core.shelf.own(automaton, int(numbers[slot]))
                 numbers[slot] = self._grammar(job, automaton.prefix(own), int(produced[slot]))

@@ -195,7 +195,9 @@ class Jobs:
             return self._masked_cycle(slots, width, retired, *more)
         call = (self.core.weights, self._table(slots, width), self._state(slots), self.scalar, self.flag, retired)
         tables = self._tables()
-        told = (retired if self.setup.exact else None, *tables) if tables or self.setup.exact else ()  # which of them draft
+        told = (
+            (retired if self.setup.exact else None, *tables) if tables or self.setup.exact else ()
+        )  # which of them draft
         return partial(self.prepare, loop, (self.setup, MAX_CYCLES), (2,), *call, *more, *told)
 
     def _more(self, slots: int, *, shared: Sharing | None) -> tuple[Any, Any]:

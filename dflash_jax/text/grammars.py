@@ -38,8 +38,8 @@ class Grammars:
         self._lock = Lock()
 
     def compiled(self, given: Structured | Mapping[str, Any]) -> Grammar:
-        """A grammar at its beginning. The first of a model takes the time to read its tokens, up to a second; a table of a grammar's
-        takes about as long.
+        """A grammar at its beginning. The first of a model takes the time to read its tokens, up to a second; a table takes about
+        as long.
 
         Raises:
           ParameterError: llguidance is not installed, or takes no such grammar, with what it says of it.

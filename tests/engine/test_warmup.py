@@ -99,7 +99,8 @@ def test_warmup_refuses_what_no_request_can_be():
     model = dj.load(dtype="float32", max_batch=2, max_model_len=128)
     warmup = inspect.unwrap(dj.Model.warmup)  # in test runs a type checker around it would speak first
     with pytest.raises(
-        dj.ParameterError, match=r"modes must be among greedy, sampled, full, adjusted, structured, got \['beam'\]"
+        dj.ParameterError,
+        match=r"modes must be among greedy, sampled, full, adjusted, regular, structured, got \['beam'\]",
     ):
         warmup(model, modes=["beam"])
     with pytest.raises(dj.ParameterError, match=r"from 1 to max_batch, which is 2, got \[3\]"):

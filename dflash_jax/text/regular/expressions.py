@@ -5,6 +5,7 @@ become ranges of the bytes of UTF-8.
 """
 
 import functools
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -249,7 +250,7 @@ def _deterministic(pieces: _Pieces, first: int, last: int) -> tuple[np.ndarray, 
         row, targets = np.full(256, -1, np.int32), dict[frozenset[int], int]()
         edges = [edge for state in states for edge in pieces.steps[state]]
         cuts = sorted({0, 256, *(low for low, _, _ in edges), *(high + 1 for _, high, _ in edges)})
-        for begin, stop in zip(cuts, cuts[1:], strict=False):
+        for begin, stop in itertools.pairwise(cuts):
             ends = frozenset(end for low, high, end in edges if low <= begin <= high)
             if not ends:
                 continue

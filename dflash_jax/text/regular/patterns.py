@@ -132,7 +132,7 @@ class _Parser:
                 raise NotRegular(f"the code point {code:x}")
             return chars((code, code))
         if one in _CONTROLS and not (one == "a" and self.ascii):
-            return chars((ord(_CONTROLS[one]),) * 2)
+            return chars((ord(_CONTROLS[one]), ord(_CONTROLS[one])))
         if one.isalnum() or not one.isascii():
             raise NotRegular(f"\\{one}")
         return chars((ord(one), ord(one)))

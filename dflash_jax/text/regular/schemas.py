@@ -188,8 +188,8 @@ def _integer(said: Mapping[str, Any]) -> Node:
     _only(said, "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
     if any(type(bound) is not int for bound in said.values()):
         raise NotRegular("bounds that are no whole numbers")
-    lows = [*([said["minimum"]] if "minimum" in said else []), *([said["exclusiveMinimum"] + 1] if "exclusiveMinimum" in said else [])]  # fmt: skip
-    highs = [*([said["maximum"]] if "maximum" in said else []), *([said["exclusiveMaximum"] - 1] if "exclusiveMaximum" in said else [])]  # fmt: skip
+    lows = [said[name] + more for name, more in (("minimum", 0), ("exclusiveMinimum", 1)) if name in said]
+    highs = [said[name] - less for name, less in (("maximum", 0), ("exclusiveMaximum", 1)) if name in said]
     low, high = max(lows, default=None), min(highs, default=None)
     if low is None and high is None:
         return _SIGNED

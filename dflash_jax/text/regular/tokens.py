@@ -1,6 +1,7 @@
 """An automaton over bytes as one over the tokens of a vocabulary.
 
-From every state the tokens are followed along the tree of their bytes, all at once, and only as far as the automaton goes. Tokens that lead from every state to the same one are found by the sum of a random number for each step.
+From every state the tokens are followed along the tree of their bytes, all at once, and only as far as the automaton goes. Tokens
+that lead from every state to the same one are found by the sum of a random number for each step.
 """
 
 from collections.abc import Iterable, Sequence
@@ -40,24 +41,27 @@ class Vocabulary:
     Attributes:
       levels: of one byte, of two, and so on.
       leaves: of every token where it is among all levels' beginnings, -1 for tokens without bytes.
+      twins: beginnings that are several tokens, and the leaves of the others, which are behind all beginnings.
       ends: tokens that end a text.
     """
 
     levels: list[Level]
     leaves: np.ndarray
+    twins: np.ndarray  # [n, 2], in order
     ends: tuple[int, ...]
 
     @property
     def count(self) -> int:
-        """Beginnings."""
-        return sum(len(level.byte) for level in self.levels)
+        """Leaves at most."""
+        return sum(len(level.byte) for level in self.levels) + len(self.twins)
 
     @classmethod
     def of(cls, tokens: Sequence[bytes], ends: Iterable[int]) -> "Vocabulary":
         """From the bytes of every token; those that no text holds, special ones and the ends, have none."""
         lengths = np.array([len(token) if len(token) <= LONGEST else 0 for token in tokens])
         text = np.zeros((len(tokens), max(1, lengths.max(initial=0))), np.uint8)
-        flat = b"".join(token.ljust(text.shape[1], b"\0") if n else bytes(text.shape[1]) for token, n in zip(tokens, lengths))
+        size, short = text.shape[1], (token if n else b"" for token, n in zip(tokens, lengths, strict=True))
+        flat = b"".join(token.ljust(size, b"\0") for token in short)
         text = np.frombuffer(flat, np.uint8).reshape(text.shape)
         leaves, levels = np.full(len(tokens), -1), list[Level]()
         alive, parents, begun = np.flatnonzero(lengths), np.zeros(np.count_nonzero(lengths), np.int64), 0
@@ -74,10 +78,14 @@ class Vocabulary:
             whole = np.zeros(len(nodes), bool)
             whole[node[ending]] = True
             leaves[alive[ending]] = begun + node[ending]
-            empty = np.zeros((2, len(nodes)), np.int64)
-            levels.append(Level((nodes & 255).astype(np.uint8), *empty, whole))
+            none = np.zeros(len(nodes), np.int64)
+            levels.append(Level((nodes & 255).astype(np.uint8), none, none.copy(), whole))
             alive, parents, begun, before = alive[~ending], node[~ending], begun + len(nodes), len(nodes)
-        return cls(levels, leaves, tuple(ends))
+        order = np.argsort(leaves, kind="stable")
+        later = order[1:][(leaves[order[1:]] == leaves[order[:-1]]) & (leaves[order[1:]] >= 0)]
+        twins = np.stack([leaves[later], begun + np.arange(len(later))], axis=1)
+        leaves[later] = twins[:, 1]
+        return cls(levels, leaves, twins, tuple(ends))
 
 
 def vocabulary_of(tokens: Any, size: int, ends: Iterable[int]) -> Vocabulary:
@@ -90,8 +98,8 @@ def vocabulary_of(tokens: Any, size: int, ends: Iterable[int]) -> Vocabulary:
 
 
 def token_automaton(over_bytes: ByteAutomaton, vocabulary: Vocabulary, matcher: Any) -> TokenAutomaton:
-    """Where only one text can follow, llguidance allows the token alone that this text is usually written with. Which one depends on
-    the token before: such states are one for each token that is forced there.
+    """Where only one text can follow, llguidance allows the token alone that this text is usually written with. Which one depends
+    on the token before: such states are one for each token that is forced there.
 
     Args:
       matcher: llguidance's at the beginning of the same grammar, which is asked what it forces.
@@ -152,10 +160,8 @@ def _forced(
 ) -> tuple[np.ndarray, list[np.ndarray], list[np.ndarray]]:
     """States over tokens, as they are reached: the state over bytes of each, and its steps, leaves with states behind them."""
     narrow = ((over_bytes.next >= 0).sum(axis=1) == 1) & ~over_bytes.ends
-    first = (0, forcing.token(0, ()) if narrow[0] else -1)
-    numbers, waiting, texts = {first: 0}, [first], [tuple[int, int]((-1, -1))]
+    numbers, waiting, texts = dict[tuple[int, int], int](), list[tuple[int, int]](), list[tuple[int, int]]()
     plain = np.full(len(narrow), -1)  # numbers of the states where nothing is forced
-    plain[0] = 0 if first[1] < 0 else -1
     all_leaves, all_behind = list[np.ndarray](), list[np.ndarray]()
 
     def text(state: int) -> list[int]:
@@ -174,6 +180,8 @@ def _forced(
                 raise NotRegular(f"more than {MOST_STATES - 1} states")
         return numbers[of]
 
+    number((0, forcing.token(0, ()) if narrow[0] else -1), -1, -1)
+    plain[0] = -1 if narrow[0] else 0
     for here, (state, forced) in enumerate(waiting):
         leaves, behind = steps.of(state)
         if forced >= 0:
@@ -198,13 +206,13 @@ class _Steps:
     """From every state over bytes the tokens that it allows, and the states behind them.
 
     Attributes:
-      token_of: one of the tokens of each leaf.
+      token_of: the token of each leaf, -1 for beginnings that are none.
     """
 
     def __init__(self, follow: np.ndarray, vocabulary: Vocabulary):
         self.vocabulary = vocabulary
         self.token_of = np.full(vocabulary.count, -1)
-        there = np.flatnonzero(vocabulary.leaves >= 0)[::-1]
+        there = np.flatnonzero(vocabulary.leaves >= 0)
         self.token_of[vocabulary.leaves[there]] = there
         self._found = self._follow_all(follow)
 
@@ -232,6 +240,13 @@ class _Steps:
             found.append((origin[whole], node[whole] + begun, behind[whole]))
             begun, first, count = begun + len(level.byte), level.first, level.count
         origins, leaves, targets = (np.concatenate(column) for column in zip(*found, strict=True))
+        same = self.vocabulary.twins
+        first, last = (np.searchsorted(same[:, 0], leaves, side) for side in ("left", "right"))
+        twin = np.repeat(np.arange(len(leaves)), last - first)
+        if len(twin):
+            own = np.arange(len(twin)) - np.repeat(np.cumsum(last - first) - last, last - first)
+            origins, targets = np.concatenate([origins, origins[twin]]), np.concatenate([targets, targets[twin]])
+            leaves = np.concatenate([leaves, same[own, 1]])
         order = np.argsort(origins.astype(np.uint16), kind="stable")
         bounds = np.concatenate([[0], np.cumsum(np.bincount(origins, minlength=len(follow)))])
         return bounds, leaves[order], targets[order]
