@@ -98,11 +98,12 @@ class Shelf:
 
     def __init__(self, vocab: int, put: Callable[[Any], Any] = jax.device_put):
         self._put, columns = put, -(-vocab // BITS) * BITS
-        self._host = GrammarTables(
-            np.full((SHELF_STATES, MOST_CLASSES), FREE, np.int16),
-            np.zeros((SHELF_GRAMMARS, columns), np.int16),
-            np.zeros(SHELF_STATES, np.int32),
-        )  # type: ignore[arg-type]
+        host: dict[str, Any] = {
+            "next": np.full((SHELF_STATES, MOST_CLASSES), FREE, np.int16),
+            "classes": np.zeros((SHELF_GRAMMARS, columns), np.int16),
+            "rows": np.zeros(SHELF_STATES, np.int32),
+        }
+        self._host: Any = GrammarTables(**host)
         self._places: dict[TokenAutomaton, tuple[int, int]] = {}  # offsets and rows
         self._device: GrammarTables | None = None
 
@@ -112,9 +113,10 @@ class Shelf:
     @property
     def tables(self) -> GrammarTables:
         """On the device, as they are now; what was given out before stays as it was."""
-        if self._device is None:
-            self._device = self._put(jax.tree.map(np.copy, self._host))
-        return self._device
+        found = self._device
+        if found is None:
+            found = self._device = self._put(jax.tree.map(np.copy, self._host))
+        return found
 
     def place(self, automaton: TokenAutomaton, used: Collection[TokenAutomaton]) -> bool:
         """Finds room for a grammar; False where those that are `used` leave none."""
@@ -149,7 +151,7 @@ class Shelf:
 
     def _write(self, automaton: TokenAutomaton, offset: int, row: int) -> None:
         own, (states, classes), host = automaton.next[1:], automaton.next.shape, self._host
-        place: Any = slice(offset + 1, offset + states)
+        place = slice(offset + 1, offset + states)
         host.next[place] = -1
         host.next[place, :classes] = np.where(own > FREE, own + offset, own)
         host.classes[row] = 0

@@ -12,40 +12,19 @@ import pytest
 from dflash_jax.decoding import cycle, grammar_tables
 from dflash_jax.decoding.grammar_masks import NO_GRAMMAR, Follower, Grammar, masks_of
 from dflash_jax.decoding.grammar_tables import Shelf, block_states, states_after, table_masks
-from dflash_jax.decoding.token_automata import FREE, TokenAutomaton
+from dflash_jax.decoding.token_automata import FREE
 from dflash_jax.engine import scheduler
-from dflash_jax.text.regular.expressions import automaton
-from dflash_jax.text.regular.oracle import compare
-from dflash_jax.text.regular.patterns import parse
-from dflash_jax.text.regular.tokens import token_automaton, vocabulary_of
 
 from ..random_pair import VOCAB
 from .test_adjustments import EVERYTHING, PROMPTS, asked, texts_of
-from .test_grammar_masks import END, FIRST, grammar_of
+from .test_grammar_masks import END, FIRST, automaton_of, grammar_of, with_table
 
 pytest.importorskip("llguidance")
 PATTERNS = ("([!-@][A-`])*", "([!-@][A-`]){5}", "(A|BC*[!-,]{2,3})+~?", "[^A-Z]{4,30}")
 
 
-def tabled(pattern: str, vocab: int = VOCAB, end: int = END, first: int = FIRST, **thoughts: Any) -> Grammar:
-    """As `grammar_of`, with its table."""
-    grammar = grammar_of(pattern, vocab, end, first, **thoughts)
-
-    class Named:
-        """Of single letters, as llguidance's tokenizer tells them."""
-
-        is_special_token = staticmethod(lambda token: token == end)
-        decode_bytes = staticmethod(lambda tokens: bytes(first + token for token in tokens))
-
-    vocabulary = vocabulary_of(Named, vocab, [end])
-    table = token_automaton(automaton(parse(pattern)), vocabulary, grammar.matcher)
-    compare(table, grammar.matcher)
-    return replace(grammar, table=table, reason="")
-
-
-def automaton_of(grammar: Grammar) -> TokenAutomaton:
-    assert grammar.automaton is not None
-    return grammar.automaton
+def tabled(pattern: str) -> Grammar:
+    return with_table(grammar_of(pattern, VOCAB, END), pattern, VOCAB, END, FIRST)
 
 
 def on_host(request: Any) -> Any:
