@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,8 @@ STORED_CASES = [
     Case(b, 4096, t, stored=stored) for stored in ("fp8", "int8") for b in (64, 8) for t in (1, 16)
 ]  # fmt: skip
 RAGGED_CASES = [Case(b, 32768, t, others=others) for b, others in ((32, 500), (8, 512)) for t in (1, 16)] + [
-    Case(8, 32768, t, stored=stored, others=512, by_items=by_items)
+    Case(8, length, t, stored=stored, others=others, by_items=by_items)
+    for length, others in ((32768, 512), (8192, None))
     for stored in ("fp8", "int8") for t in (1, 16) for by_items in (False, True)
 ]  # fmt: skip
 PAGE_CASES = [Case(64, 4096, 16, page_size=16), Case(8, 4096, 1, page_size=16)]
@@ -249,13 +251,13 @@ def prepared(case: Case, without_xla: bool) -> tuple[float, dict[str, Callable[[
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--only", nargs="+", default=None, help="cases by name, quoted")
+    parser.add_argument("--only", nargs="+", default=None, help="cases by name, quoted, stars allowed")
     parser.add_argument(
         "--without-xla", action="store_true", help="leave the slow baseline out of those that have a peer"
     )
     options = parser.parse_args()
     cases = PEER_CASES + STORED_CASES + FULL_CASES + PAGE_CASES + RAGGED_CASES
-    cases = [case for case in cases if not options.only or case.name in options.only]
+    cases = [case for case in cases if not options.only or any(fnmatchcase(case.name, one) for one in options.only)]
     record = Record("attention", options)
     # Compiling takes longer than measuring: it goes on side by side, and is over before anything is timed.
     with ThreadPoolExecutor(COMPILED_AT_ONCE) as pool:

@@ -1,7 +1,7 @@
 """Requests that begin with the same pages: attention that reads these once against attention of each by itself, bf16, pages of 64.
 
     python benchmarks/cascade.py                 # measure and write results/cascade.json
-    python benchmarks/cascade.py --groups 2      # two beginnings in a batch: not measured yet
+    python benchmarks/cascade.py --groups 2      # two beginnings in a batch
 
 B sequences share so many tokens, or groups of them do, and have 256 of their own each; the last T of these are queries. 32 query
 heads over 8 of 128, as Qwen3-4B and 8B have them. A figure is the time of one layer's call in one loop on the device, over as many

@@ -7,6 +7,7 @@
     python benchmarks/decode.py --models qwen3-4b --batch 1 8 --sampling full
     python benchmarks/decode.py --models qwen3-4b --context 32768 --draft-window 2048
     python benchmarks/decode.py --models qwen3-4b --batch 1 8 32 --kinds cycle --exact
+    python benchmarks/decode.py --models qwen3.5-9b --batch 1 8 --weight-dtype fp8_dynamic --turn HYBRID_EIGHT_BITS
 
 Measured through the engine a user runs: `cycles` cycles for each question from the host, results copied back, compilation excluded.
 Weights lie as they do in an engine for as many sequences as are measured: for 32 otherwise than for 8.
@@ -203,16 +204,23 @@ def main() -> None:
     )  # fmt: skip
     parser.add_argument("--exact", action="store_true", help="texts that are the same bit by bit in any company")
     parser.add_argument(
+        "--turn", nargs="+", default=[], choices=sorted(switches.switches()), metavar="SWITCH",
+        help="switches of dflash_jax/execution/switches.py that are turned the other way",
+    )  # fmt: skip
+    parser.add_argument(
         "--transformers", action="store_true", help="Hugging Face's generate on the same shapes afterwards (peers.py)"
     )
     options = parser.parse_args()
     switches.PERSISTENT = options.chain
+    for name in options.turn:
+        setattr(switches, name, not getattr(switches, name))
     suffix = "" if options.chain else " separate"
     suffix += "" if options.weight_dtype is None else f" {options.weight_dtype}"
     suffix += "" if options.draft_weight_dtype is None else f" {options.draft_weight_dtype} drafter"
     suffix += "" if options.draft_window is None else f" window{options.draft_window}"
     suffix += "" if options.sampling == "greedy" else f" {options.sampling}"
     suffix += " exact" if options.exact else ""
+    suffix += "".join(f" {name} {'on' if getattr(switches, name) else 'off'}" for name in options.turn)
     pages = {kept: "" if kept == "none" else f" {kept} pages" for kept in options.cache_dtype}
     every, whole = dict(IMPLEMENTATIONS), switches.PERSISTENT_ATTENTION
     named = "" if options.attention == ["best"] else " " + " ".join(options.attention)

@@ -10,7 +10,7 @@ for a model's sizes is in `engine/planning.py`.
 
 import inspect
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, TypedDict, get_args, no_type_check
@@ -365,7 +365,8 @@ class LoadOptions:
         if self.draft_cache_dtype == AUTO:  # no drafter says anything of its pages
             object.__setattr__(self, "draft_cache_dtype", None)
         skipped = self.cache_dtype_skip_layers
-        if isinstance(skipped, str) or not all(isinstance(one, str) or as_integer(one) is not None for one in skipped):
+        listed = isinstance(skipped, Iterable) and not isinstance(skipped, str | bytes)
+        if not listed or not all(isinstance(one, str) or as_integer(one) is not None for one in skipped):
             raise ParameterError(
                 f'cache_dtype_skip_layers must list numbers of layers, "sliding_window" or "full_attention", got {skipped!r}'
             )
@@ -412,6 +413,10 @@ class LoadOptions:
             ),
             "attention_output": (
                 self.attention_output is not None, "rounds what attention gives, which was not compared: leave it out",
+            ),
+            "cache_scales": (
+                self.cache_scales == FROM_TRAFFIC,
+                "finds scales on the prompts that come first, whosever they are: take a file, calibration, or leave it out",
             ),
             "decode_context_parallel_size": (
                 self.decode_context_parallel_size > 1,

@@ -47,6 +47,7 @@ class PagedAttend:
       heads: query and key heads of layers that attend by calls of their own: where lengths may differ much, one schedule is made
         for all of them.
       narrow: whether all of their pages are of eight bits.
+      exact: whether a row's bits are to depend on no other row.
       shared: pages that a sequence begins with and shares with others, see `attention.cascade.split_tables`. Layers of heads
         without a window read these once for all; None where no program is made for it.
       dealt: ranks that have a part each of every page; see `attention.context_parallel`.
@@ -64,11 +65,12 @@ class PagedAttend:
         related: bool = False,
         heads: tuple[int, int] | None = None,
         narrow: bool = False,
+        exact: bool = False,
         shared: Int[Array, "*groups B"] | None = None,
         dealt: int = 1,
         interleave: int | None = None,
     ):
-        self.form, self.related = form, related
+        self.form, self.related, self.exact = form, related, exact
         self.dealt, self.interleave = dealt, page_size if interleave is None else interleave
         self.page_table, self.q_lens = page_table, q_lens
         self.seq_lens = jnp.where(q_lens > 0, positions[:, 0] + q_lens, 0)
@@ -134,7 +136,8 @@ class PagedAttend:
             return cast(Array, out), cache
         # The schedule of a call that shares pages is for what is left of the sequences.
         schedule = schedule if self.parts is None else None
-        return attend_to_pages(q, k, v, table, self.seq_lens, window=layer.window, schedule=schedule, **options), cache
+        options |= {"window": layer.window, "schedule": schedule, "batch_invariant": self.exact}
+        return attend_to_pages(q, k, v, table, self.seq_lens, **options), cache
 
     def _over_ranks(self, layer: Attention, qkv: Array, rotary: Rotary, cache: Pages) -> tuple[Array, Pages]:
         """The same where ranks that have the same key head keep a part each of every page: what lies before the new tokens is

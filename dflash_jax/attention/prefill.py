@@ -25,6 +25,7 @@ def attend_to_pages(
     k_scale: Array | None = None,
     v_scale: Array | None = None,
     schedule: PagedSchedule | None = None,
+    batch_invariant: bool = False,
     **options: Any,
 ) -> Float[Array, "B T N V"]:
     """`paged_attention`; long chunks of a prompt go through the kernel for prompts where there is one that takes them."""
@@ -34,7 +35,7 @@ def attend_to_pages(
             return long_chunks(q, *keys, q_lens=q_lens, implementation="mosaic_gpu", **options)
         except NoImplementationError:
             pass
-    options |= {"k_scale": k_scale, "v_scale": v_scale, "schedule": schedule}
+    options |= {"k_scale": k_scale, "v_scale": v_scale, "schedule": schedule, "batch_invariant": batch_invariant}
     return cast(Array, paged_attention(q, *keys, q_lens=q_lens, **options))
 
 

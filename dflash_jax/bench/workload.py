@@ -45,7 +45,7 @@ from dflash_jax.models.presets import (
     MOE_TARGETS,
     TARGETS,
 )
-from dflash_jax.options import LoadKeywords, read_options
+from dflash_jax.options import LoadKeywords, LoadOptions, read_options
 from dflash_jax.parallel.ranks import local_ranks
 from dflash_jax.quantization.attention_output import check_attention_output
 
@@ -157,6 +157,13 @@ def _prompt(path: str | Path, row: Any) -> str:
     return row
 
 
+# Options of `load` that pairs of random weights have not.
+_OF_FILES = (
+    "cache_dtype", "cache_dtype_skip_layers", "query_dtype", "draft_cache_dtype", "calibration", "cache_scales", "scale_range",
+    "vision", "vision_attention_dtype", "vision_scales", "revision", "draft_revision",
+)  # fmt: skip
+
+
 def published_shape(name: str) -> tuple[str, Any, DFlashConfig]:
     """Family, target and drafter of a key of `SHAPES`. Raises ParameterError for another name."""
     if name not in SHAPES:
@@ -172,11 +179,13 @@ def random_pair(name: str, **options: Unpack[LoadKeywords]) -> Model:
     Its time is the published model's; its texts and its acceptance mean nothing.
 
     Raises:
-      ParameterError: the name is unknown.
+      ParameterError: the name is unknown, or an option is for files.
       CapacityError: the device has no room for weights and pages.
       DeviceError: JAX starts no device.
     """
-    asked = read_options(dict(options), "random_pair")
+    asked, plain = read_options(dict(options), "random_pair"), LoadOptions()
+    if unused := [name for name in _OF_FILES if getattr(asked, name) != getattr(plain, name)]:
+        raise ParameterError(f"random weights and their pages are made here: leave {', '.join(unused)} out")
     family, target, draft = published_shape(name)
     local_device()
     families = family_named(family), family_named("dflash")
@@ -193,11 +202,13 @@ def random_pair(name: str, **options: Unpack[LoadKeywords]) -> Model:
     engine = Engine(
         target=target, draft=draft, weights=spread(pair, kept, ranks), dtype=kind, programs=programs_over(ranks),
         max_model_len=choose_model_len(target, asked.max_model_len), max_batch=asked.max_batch,
-        page_size=dealt * asked.page_size, interleave=asked.cp_kv_cache_interleave_size,
+        page_size=dealt * asked.page_size, interleave=asked.cp_kv_cache_interleave_size, proposals=asked.proposals,
         verify_length=choose_verify_length(draft, asked.verify_length),
         draft_window=choose_draft_window(draft, asked.draft_window), exact=asked.exact,
     )  # fmt: skip
-    memory = plan_for(engine, max(weight_bytes(stored), reading_bytes(stored, kept)), None)
+    memory = plan_for(
+        engine, max(weight_bytes(stored), reading_bytes(stored, kept)), asked.num_pages, asked.state_snapshots
+    )
     tables = families[0].parameters(target), families[1].parameters(draft)
     weights = {
         role: init_params(table, jax.random.key(seed), dtype, ranks=ranks)

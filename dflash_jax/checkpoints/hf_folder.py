@@ -15,6 +15,8 @@ from dflash_jax.errors import CheckpointError
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 ADAPTER = "adapter_config.json"
+# Where older releases of ModelOpt say how weights are quantized, and config.json does not.
+MODELOPT = "hf_quant_config.json"
 SIDECARS = (
     "config.json",
     "generation_config.json",
@@ -103,6 +105,11 @@ def _read_config(result: HuggingFaceFolder) -> dict[str, Any]:
         return {}
     if "auto_map" in config:
         result.notices.append("config.json names code in auto_map; it is never executed")
+    text = config.get("text_config")
+    places = [config, text] if isinstance(text, dict) else [config]
+    if (result.folder / MODELOPT).exists() and not any(one.get("quantization_config") for one in places):
+        said = (_read_json(result, MODELOPT) or {}).get("quantization")
+        config["quantization_config"] = {"quant_method": "modelopt", **said} if isinstance(said, dict) else None
     return config
 
 

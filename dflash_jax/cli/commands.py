@@ -283,7 +283,7 @@ def run_info(args: argparse.Namespace) -> int:
     from dflash_jax.cli.info import collect, lines
 
     options = load_options(args) if args.measure_memory else {}
-    args.calibration = None  # sizes do not depend on it
+    args.calibration = args.scale_range = None  # sizes do not depend on them
     facts = collect(args.model, **load_options(args), hashes=args.hashes)
     if args.measure_memory:
         from dflash_jax.model import load

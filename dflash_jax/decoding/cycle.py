@@ -213,7 +213,7 @@ def verified(
         pages, heads = state.target_pages, attending_heads(setup.target, plans.target, exact=setup.exact)
         table, size = tables_of(page_table, "target"), pages.page_size
         options = {"heads": heads, "narrow": pages.narrow, "shared": shared}
-        options |= {"dealt": setup.dealt, "interleave": setup.interleave}
+        options |= {"dealt": setup.dealt, "interleave": setup.interleave, "exact": setup.exact}
         attend = PagedAttend(table, positions, lengths, size, **options)
         attend, cache = verifying(attend, pages, state.recurrent, live)
         run = Planned(plans.target, workspaces.target)

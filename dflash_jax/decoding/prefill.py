@@ -143,7 +143,7 @@ def _filled(
         page_size, states = caches.target.page_size, caches.recurrent
         attend = PagedAttend(
             tables_of(page_table, "target"), positions, lengths, page_size, setup.form, related=related, heads=heads,
-            dealt=setup.dealt, interleave=setup.interleave,
+            dealt=setup.dealt, interleave=setup.interleave, exact=setup.exact,
         )  # fmt: skip
         attend, cache = prefilling(attend, caches.target, states, slots, starts, lengths)
         turned = positions if pictured is None else pictured.positions

@@ -15,7 +15,6 @@ from jaxtyping import Int
 from dflash_jax.cache.specs import LayerSpec
 from dflash_jax.engine.cycle_costs import BANDWIDTH
 from dflash_jax.engine.verify_policy import WORTH_COMPILING_S
-from dflash_jax.execution import switches
 
 # Seconds that a layer's attention in two parts takes beyond what both read and multiply: launches, and results of both joined. So
 # many that nothing was lost where it is chosen (`benchmarks/cascade.py`: eight sequences that share 2,048 tokens gain nothing).
@@ -97,11 +96,6 @@ class CascadePolicy:
         if verified > 1:
             saved += sum(layer.saved_s(groups, slots, self.block) for layer in self.draft)
         return saved
-
-    @property
-    def most_groups(self) -> int:
-        """Groups of requests whose beginnings may be read once."""
-        return GROUPS if self.asked or switches.SHARING_GROUPS else 1
 
     def worth_compiling(self, key: object, seconds: float) -> bool:
         """Adds time lost for want of the program `key`, and tells once when that has become too much."""

@@ -45,7 +45,14 @@ def as_checkpoint_says(options: LoadOptions, target: Checkpoint) -> LoadOptions:
     Raises:
       ParameterError: another option needs a format, and the checkpoint names none.
     """
-    return replace(options, cache_dtype=target.cache_dtype) if options.cache_dtype == AUTO else options
+    if options.cache_dtype != AUTO:
+        return options
+    try:
+        return replace(options, cache_dtype=target.cache_dtype)
+    except ParameterError as error:
+        raise ParameterError(
+            f'cache_dtype="{AUTO}" leaves pages as they are, since the checkpoint names no format of them: {error}'
+        ) from None
 
 
 def plan_engine(target: Checkpoint, drafter: Checkpoint | None, options: LoadOptions) -> tuple[Engine, MemoryPlan]:
@@ -66,6 +73,8 @@ def plan_engine(target: Checkpoint, drafter: Checkpoint | None, options: LoadOpt
     kept = without_layers(target.config, options.cache_dtype, options.cache_dtype_skip_layers)
     if draft is None and options.draft_cache_dtype is not None:
         raise ParameterError(f"draft_cache_dtype must be left out without a drafter, got {options.draft_cache_dtype!r}")
+    if draft is None and options.proposals != "shared_noise":
+        raise ParameterError(f"proposals must be left out without a drafter, got {options.proposals!r}")
     if draft is None and options.draft_weight_dtype is not None:
         raise ParameterError(
             f"draft_weight_dtype must be left out without a drafter, got {options.draft_weight_dtype!r}"
@@ -104,10 +113,6 @@ def plan_engine(target: Checkpoint, drafter: Checkpoint | None, options: LoadOpt
     if ranks is not None and ranks.led and engine.state_bytes:
         raise ParameterError(
             f"several processes do not share {target.family.name} yet, whose states begin on the host: take the GPUs of one host"
-        )
-    if options.state_snapshots and not engine.state_bytes:
-        raise ParameterError(
-            f"state_snapshots must be left out for a target without recurrent states, got {options.state_snapshots}"
         )
     try:
         memory = plan_for(
@@ -166,7 +171,12 @@ def plan_for(
 
     Raises:
       CapacityError: see `plan_memory`.
+      ParameterError: snapshots are asked for, of what has no states.
     """
+    if state_snapshots and not engine.state_bytes:
+        raise ParameterError(
+            f"state_snapshots must be left out for a target without recurrent states, got {state_snapshots}"
+        )
     ranks = engine.programs.ranks
     free = free_memory() if ranks is None else free_on_each(ranks.devices)
     draft = None if engine.draft is None else share_config(engine.draft, engine.tp)

@@ -505,7 +505,7 @@ class Batch:
             slots, whole = (np.array([getattr(job, name) for job in running], np.int64) for name in ("slot", "filled"))
             size, choices = self.core.page_size, []
             if place is not None:
-                for groups in common_pages(self.slots.tables[place][slots], whole // size, policy.most_groups):
+                for groups in common_pages(self.slots.tables[place][slots], whole // size):
                     sharers = tuple(Sharers(len(members), pages * size) for members, pages in groups)
                     choices.append((sharers, shared_argument(groups, slots, self.size)))
             self._common = who, choices

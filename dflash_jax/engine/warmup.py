@@ -76,13 +76,13 @@ def warmup_jobs(
 
 
 def forms_that_pay(core: Resources, slots: int, length: int, width: int) -> Iterator[Sharing]:
-    """How cycles of such a program may read shared pages once: it pays where all slots share all of a table's columns, and in two
-    groups where halves of them do."""
-    policy, tokens = core.cascade_policy, width * core.page_size
-    whole, half = Sharers(slots, tokens), Sharers(slots // 2, tokens)
+    """How cycles of such a program may read shared pages once: it pays where all slots share all of a table's columns. Several
+    groups' program is for requests of which few engines have any: it is compiled when they come, unless it was asked for."""
+    policy = core.cascade_policy
+    whole = Sharers(slots, width * core.page_size)
     if policy is not None and slots > 1 and policy.saved_s([whole], slots, length) > 0:
         yield "group"
-        if policy.most_groups > 1 and slots > 3 and policy.saved_s([half, half], slots, length) > 0:
+        if policy.asked and slots > 3:
             yield "groups"
 
 

@@ -83,7 +83,7 @@ def run_fused_dense(
         mixer, mlp = layer.mixer, layer.mlp
         first, last = mixer.projections
         given, own = _convolved(layer.attention_conv, normed, x.shape)
-        projected = dense(given, first.weight[...], **named)
+        projected = first.of_product(dense(given, first.weight[...], **named))
         mixed, cache = mixer.mix(projected.reshape(*x.shape[:-1], -1), rotary, attend, cache)
         stream, normed = _onto(mixed.reshape(rows, -1), last, stream, layer.post_norm, named, own, ranks)
         given, own = _convolved(layer.mlp_conv, normed, x.shape)

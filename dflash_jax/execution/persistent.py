@@ -123,6 +123,7 @@ def run_persistent(
             whole = cast(AttendsInLayer, attend).in_layer
             weights = _weights(layer, later)
             stream, projected, cache = whole(layer.mixer, projected, rotary, stream, *weights, workspace, cache)
+            projected = None if later is None else later.mixer.projections[0].of_product(projected)
             streams.append(stream)
             continue
         mixed, cache = layer.mixer.mix(projected.reshape(*x.shape[:-1], -1), rotary, attend, cache)
@@ -134,6 +135,7 @@ def run_persistent(
             eps=layer.post_norm.eps, zero_centered=layer.post_norm.zero_centered, implementation=implementation,
             **workspace.options,
         )  # fmt: skip
+        projected = None if later is None else later.mixer.projections[0].of_product(projected)
         streams.append(stream)
     hidden = stream_norm(stream, rows, norm.weight[...], eps=norm.eps, zero_centered=norm.zero_centered)
     streams = [_rows(stream, rows).astype(x.dtype).reshape(x.shape) for stream in streams]

@@ -76,7 +76,7 @@ EXACT_PRODUCTS = {
     "xla_allow_excess_precision": False,
 }
 
-# Formats of pages of heads that kernels widen, of which each reads in an order of its own; others are XLA's.
+# Formats of pages of heads that a kernel widens; others are XLA's.
 WIDENED = ("fp8", "int8")
 
 # In the layers: from the stream to what mixes tokens, from there to the stream, and of the feed-forward.
@@ -296,19 +296,20 @@ def exact_refusals(traits: LayerTraits, tokens: int, cache_dtype: str | None = N
         reasons.append("gated delta nets sum the tokens of a block in another order than one after the other")
     if traits.convolved:
         reasons.append("sublayers are convolved along the tokens")
-    if traits.attention == "heads" and cache_dtype in WIDENED:
+    hopper = target().capability == HOPPER
+    if traits.attention == "heads" and cache_dtype in WIDENED and hopper and not switches.EXACT_EIGHT_BITS:
         reasons.append(
-            f"kernels of attention over pages in {cache_dtype!r} deal keys out by how many there are and round a token's weights "
-            "by those of its block: leave cache_dtype out"
+            f"the kernel of attention over pages in {cache_dtype!r} that gives each token its own order of keys and its own "
+            "rounding was interpreted, and no GPU has run it: leave cache_dtype out"
         )
     if traits.attention == "latent" and cache_dtype == "fp8" and tokens > 1 and tokens * traits.heads <= NARROW_ROWS:
         reasons.append(
             f"the kernel for up to {NARROW_ROWS} queries over latent rows in float8 deals keys out by how many there are: take "
             'cache_dtype="fp8_packed", or leave it out'
         )
-    if target().platform == "gpu" and target().capability != HOPPER and _has_triton():
+    if traits.attention == "latent" and target().platform == "gpu" and not hopper and _has_triton():
         reasons.append(
-            f"Triton's kernels of attention, which {target().kind} runs, deal keys out by how many there are: uninstall "
+            f"Triton's kernel of latent attention, which {target().kind} runs, deals keys out by how many there are: uninstall "
             "jax-triton, or take a Hopper GPU"
         )
     return reasons
@@ -361,8 +362,10 @@ def _dense_layers_refusal(traits: LayerTraits) -> str | None:
         return reason
     if traits.feed_forward != "dense":
         return "some layers have experts"
-    if traits.bias != "none":
-        return "attention's projections have biases"
+    if traits.bias == "all":
+        return "attention's output has a bias, which kernels do not add to the stream"
+    if traits.bias == "qkv" and not switches.BIASES:
+        return "attention's projections have biases, which are switched off"
     return None
 
 
@@ -373,8 +376,8 @@ def _persistent_refusal(traits: LayerTraits, call: CallShape, weights: WeightFor
         return reason
     if weights.dtype == "mixed" or (weights.quantized and not weights.paired):
         return "matrices of a layer are stored in different formats, or in eight bits without interleaved columns"
-    if traits.delta is not None and weights.quantized:
-        return "projections of gated delta nets stay in sixteen bits, other matrices are quantized"
+    if weights.quantized and (reason := _eight_bits_refusal(traits)) is not None:
+        return reason
     return _chain_refusal(traits, call.rows, call.dtype, weights.itemsize)
 
 
@@ -402,10 +405,15 @@ def _fused_float8_refusal(traits: LayerTraits, call: CallShape, weights: WeightF
         return 'weights are not "fp8_dynamic"'
     if call.rows < MANY_ROWS:
         return f"{call.rows} rows are multiplied as they are, rounding begins at {MANY_ROWS}"
-    if traits.zero_centered:
-        return "norms are zero-centered, which the operation that rounds their rows to float8 lacks"
     if weights.paired is None:
         return "some matrices have interleaved columns and others not"
+    return _eight_bits_refusal(traits)
+
+
+def _eight_bits_refusal(traits: LayerTraits) -> str | None:
+    """Why kernels that multiply weights in eight bits do not take these layers, though those of sixteen do."""
+    if (traits.delta is not None or traits.zero_centered) and not switches.HYBRID_EIGHT_BITS:
+        return "switched off for zero-centered norms and gated delta nets, with whose weights in eight bits no GPU has run it"
     return None
 
 
@@ -494,6 +502,9 @@ def _blocks_refusal(traits: LayerTraits, call: CallShape, ranks: int) -> str | N
 
 def _chain_refusal(traits: LayerTraits, rows: int, dtype: jnp.dtype, itemsize: int = 2) -> str | None:
     """Why there is no chain of products between layers of each two kinds."""
+    if itemsize == 1 and traits.delta is not None:
+        # Rows of gates are two numbers of eight bits each.
+        traits = replace(traits, delta=replace(traits.delta, columns=traits.delta.columns + traits.delta.gates))
     refusals = (layer_chain_refusal(rows, dtype, **sizes, itemsize=itemsize) for sizes in _sizes(traits))
     return next(filter(None, refusals), None)
 

@@ -21,7 +21,7 @@ from dflash_jax.models.parameters import Parameter, Source, single
 from dflash_jax.models.traits import Activation, LayerTraits, decoder_traits
 from dflash_jax.parallel.collectives import best_of_ranks, reduced
 from dflash_jax.parallel.cut import by_columns, by_rows
-from dflash_jax.quantization.weights import Quantised, best_product, product
+from dflash_jax.quantization.weights import Quantised, best_product, product, summed_rows
 
 ACTIVATIONS: Mapping[Activation, Callable[[Array], Array]] = {"silu": jax.nn.silu, "gelu_tanh": jax.nn.gelu}
 
@@ -353,6 +353,11 @@ class Linear(nnx.Module):
 
     def __call__(self, x: Array) -> Array:
         y = linear(x, self.weight[...])
+        return y if self.bias is None else y + self.bias[...]
+
+    def of_product(self, product: Float[Array, "... rows"]) -> Float[Array, "... F"]:
+        """What it gives, of a product with all rows that its weight is stored in."""
+        y = summed_rows(product, self.weight[...])
         return y if self.bias is None else y + self.bias[...]
 
 

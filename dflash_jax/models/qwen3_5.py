@@ -379,7 +379,7 @@ def qwen35_traits(config: Qwen35Config) -> LayerTraits:
     shape, experts = config.delta, None
     if kind != "dense":
         experts = expert_traits(config, shared=shared_among_routed(config, config.shared_intermediate_size))
-    delta = DeltaTraits(shape.columns, shape.value_heads * shape.value_dim)
+    delta = DeltaTraits(shape.columns, shape.value_heads * shape.value_dim, gates=2 * shape.value_heads)
     return decoder_traits(
         config, qk_norm=False, gated=True, zero_centered=True, delta=delta, feed_forward=kind, experts=experts
     )  # fmt: skip

@@ -40,10 +40,12 @@ class DeltaTraits:
     Attributes:
       columns: rows of the projection to what they take.
       width: columns of the projection of what they give.
+      gates: of the rows, the last ones, which are gates.
     """
 
     columns: int
     width: int
+    gates: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,10 @@ Source: weight-only, row-wise quantisation as in LLM.int8(), arXiv 2208.07339, s
 
 With many rows a step takes as long as its products, and float8 times float8 is twice as fast as anything times sixteen bits. So
 "fp8_dynamic" rounds what is multiplied as well where rows are many, each row by its own largest number; few rows are left alone.
+
+A gated delta net's projection ends with the rows of its gates, whose errors add up over a text: a decay that is too slow by a
+hundredth is so for every token. Published float8 releases leave them in sixteen bits. Here they are two numbers of eight bits each,
+the second one of what the first rounds off, so that the projection stays one matrix of one format.
 """
 
 from collections.abc import Callable, Mapping
@@ -44,16 +48,19 @@ MANY_ROWS = 64  # from which on "fp8_dynamic" rounds rows: fewer wait for the we
 # up-projections that latent attention takes apart stay as they are.
 _SUFFIXES = (
     "qkv_proj.weight", "q_proj.weight", "q_b_proj.weight", "kv_a_proj.weight", "qkv_a_proj.weight", "o_proj.weight",
-    "mlp.gate_up_proj.weight", "mlp.down_proj.weight", "shared.gate_up_proj.weight", "shared.down_proj.weight",
-    "lm_head.weight", "embed.weight", "fc.weight", "context_kv_proj.weight",
+    "delta.in_proj.weight", "delta.out_proj.weight", "mlp.gate_up_proj.weight", "mlp.down_proj.weight",
+    "shared.gate_up_proj.weight", "shared.down_proj.weight", "lm_head.weight", "embed.weight", "fc.weight",
+    "context_kv_proj.weight",
 )  # fmt: skip
+# The matrix that ends with rows of gates, and an array beside it that has a number for each head: a head has two gates.
+_GATED, _OF_HEADS = "delta.in_proj.weight", "delta.a_log"
 
 
 @no_type_check  # JAX rebuilds pytrees with shapes and placeholders in place of arrays
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Quantised:
-    """A matrix `[F, D]` in eight bits.
+    """A matrix in eight bits, of F stored rows.
 
     Attributes:
       values: int8 or float8_e4m3fn.
@@ -63,6 +70,7 @@ class Quantised:
       dynamic: rows that it multiplies are rounded to float8 where they are many.
       outputs: the format that rows it multiplies are put into however many they are, see `quantization.attention_output`.
       output_scale: the scale of all such rows, where the format has one.
+      doubled: so many rows, the last ones, are a sum of two: what the first rounds off is a row behind all others.
     """
 
     values: Int[Array, "F D"] | Float[Array, "F D"]
@@ -72,15 +80,19 @@ class Quantised:
     dynamic: bool = field(default=False, metadata={"static": True})
     outputs: AttentionOutput | None = field(default=None, metadata={"static": True})
     output_scale: Float[Array, ""] | None = None
+    doubled: int = field(default=0, metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.values.shape
+        return self.values.shape[0] - self.doubled, *self.values.shape[1:]
 
     def __getitem__(self, rows: Any) -> Any:
         """Some rows, dequantised; the matrix itself for `...`, as a module's parameter is read."""
         if rows is Ellipsis:
             return self
+        if self.doubled:
+            whole = replace(self, dtype=jnp.dtype(jnp.float32), doubled=0)[:]
+            return summed_rows(whole.T, self).T[rows].astype(self.dtype)
         values = deinterleave_columns(self.values[rows]) if self.paired else self.values[rows]
         wide = values.astype(jnp.float32) * self.scales[rows][..., None]
         return wide.astype(self.dtype)
@@ -89,21 +101,41 @@ class Quantised:
 type Weight = Array | Quantised | ColumnBlocks | Mxfp4 | Mxfp4Tiles
 
 
-def quantise(matrix: Float[Array, "F D"], kind: WeightDtype, *, across: bool = False) -> Quantised:
+def quantise(matrix: Float[Array, "F D"], kind: WeightDtype, *, across: bool = False, doubled: int = 0) -> Quantised:
     """The nearest matrix in eight bits whose rows' largest entries are kept; a row of zeros stays one.
 
-    `across`: ranks have columns of the same rows, whose largest entries are those of all ranks.
+    Args:
+      across: ranks have columns of the same rows, whose largest entries are those of all ranks.
+      doubled: see `Quantised`.
     """
-    dtype, largest = _FORMATS[kind]
     wide = matrix.astype(jnp.float32)
+    values, scales = _nearest(wide, kind, across=across)
+    if doubled:
+        left = wide[-doubled:] - values[-doubled:].astype(jnp.float32) * scales[-doubled:, None]
+        more = _nearest(left, kind, across=across)
+        values, scales = (jnp.concatenate(both) for both in zip((values, scales), more, strict=True))
+    paired = matrix.shape[1] % INTERLEAVE_BLOCK == 0
+    values = interleave_columns(values) if paired else values
+    return Quantised(values, scales, jnp.dtype(matrix.dtype), paired, kind == "fp8_dynamic", doubled=doubled)
+
+
+def _nearest(wide: Float[Array, "F D"], kind: WeightDtype, *, across: bool) -> tuple[Array, Float[Array, "F"]]:
+    """The numbers of eight bits nearest to a matrix in float32, and the scale of each row."""
+    dtype, largest = _FORMATS[kind]
     top = jnp.max(jnp.abs(wide), axis=1)
     top = largest_of_ranks(top) if across else top
     scales = jnp.where(top > 0, top, 1.0) / largest
     scaled = wide / scales[:, None]
-    values = jnp.round(scaled).astype(dtype) if kind == "int8" else scaled.astype(dtype)
-    paired = matrix.shape[1] % INTERLEAVE_BLOCK == 0
-    values = interleave_columns(values) if paired else values
-    return Quantised(values, scales, jnp.dtype(matrix.dtype), paired, kind == "fp8_dynamic")
+    return jnp.round(scaled).astype(dtype) if kind == "int8" else scaled.astype(dtype), scales
+
+
+def summed_rows(products: Float[Array, "... Fd"], weight: Weight) -> Float[Array, "... F"]:
+    """Products with all stored rows of a weight as those with the matrix that they stand for: of doubled rows the sums."""
+    if not isinstance(weight, Quantised) or not weight.doubled:
+        return products
+    rows, more = weight.shape[0], weight.doubled
+    last = products[..., rows - more : rows] + products[..., rows:]
+    return jnp.concatenate([products[..., : rows - more], last], axis=-1)
 
 
 def product(x: Float[Array, "... D"], matrix: Quantised, live: Int[Array, ""] | None = None) -> Float[Array, "... F"]:
@@ -118,7 +150,7 @@ def product(x: Float[Array, "... D"], matrix: Quantised, live: Int[Array, ""] | 
         products = float8_dense(rounded(rows, matrix), matrix.values, matrix.scales, x.dtype, live=live)
     else:
         products = quantized_linear(rows, matrix.values, matrix.scales, paired=matrix.paired)
-    return products.reshape(*x.shape[:-1], -1)
+    return summed_rows(products, matrix).reshape(*x.shape[:-1], -1)
 
 
 def best_product(x: Float[Array, "... D"], matrix: Quantised) -> Int[Array, "..."]:
@@ -145,20 +177,21 @@ def quantise_weights(params: dict[str, Array], kind: WeightDtype) -> dict[str, W
     What stays as it is moves as well. Norms left between the places of large matrices would cut the memory that becomes free into
     pieces, too small for the pages that are planned there.
     """
-    jitted = jax.jit(quantise, static_argnames="kind")
-    result: dict[str, Weight] = {}
+    jitted = jax.jit(quantise, static_argnames=("kind", "doubled"))
+    result, doubled = dict[str, Weight](), _doubled_rows(params)
     for name in list(params):
         array = params.pop(name)
-        result[name] = jitted(array, kind) if _is_rounded(name) else jnp.copy(array)
+        rounds_it = _is_rounded(name)
+        result[name] = jitted(array, kind, doubled=doubled.get(name, 0)) if rounds_it else jnp.copy(array)
     return result
 
 
 def quantise_shares(params: dict[str, Array], kind: WeightDtype, ranks: Ranks) -> dict[str, Weight]:
     """`quantise_weights` of arrays that ranks share: the same model is rounded in the same way for any number of them."""
-    result: dict[str, Weight] = {}
+    result, doubled = dict[str, Weight](), _doubled_rows(params)
     for name in list(params):
         array = params.pop(name)
-        result[name] = _rounded_share(array, kind, ranks) if _is_rounded(name) else array
+        result[name] = _rounded_share(array, kind, ranks, doubled.get(name, 0)) if _is_rounded(name) else array
     return result
 
 
@@ -166,19 +199,27 @@ def _is_rounded(name: str) -> bool:
     return name.endswith(_SUFFIXES) and ".experts." not in name
 
 
-def _rounded_share(array: Array, kind: WeightDtype, ranks: Ranks) -> Quantised:
+def _doubled_rows(params: Mapping[str, Array]) -> dict[str, int]:
+    """How many rows a rank doubles of each matrix that ends with gates."""
+    gated = {name: name.removesuffix(_GATED) + _OF_HEADS for name in params if name.endswith(_GATED)}
+    return {name: 2 * held_shape(params[of_heads])[0] for name, of_heads in gated.items()}
+
+
+def _rounded_share(array: Array, kind: WeightDtype, ranks: Ranks, doubled: int) -> Quantised:
     axis = ranks.axis_of(array)
     own = jax.ShapeDtypeStruct(held_shape(array), array.dtype)
-    values, scales = _share_rounder(kind, ranks, axis)(array)
-    return replace(jax.eval_shape(partial(quantise, kind=kind), own), values=values, scales=scales)
+    values, scales = _share_rounder(kind, ranks, axis, doubled)(array)
+    return replace(jax.eval_shape(partial(quantise, kind=kind, doubled=doubled), own), values=values, scales=scales)
 
 
 @cache
-def _share_rounder(kind: WeightDtype, ranks: Ranks, axis: int | None) -> Callable[[Array], tuple[Array, Array]]:
+def _share_rounder(
+    kind: WeightDtype, ranks: Ranks, axis: int | None, doubled: int
+) -> Callable[[Array], tuple[Array, Array]]:
     """What rounds a matrix cut along `axis`: one function for all matrices, which compiles once for each shape."""
 
     def rounded_share(matrix: Array) -> tuple[Array, Array]:
-        made = quantise(matrix, kind, across=axis == 1)
+        made = quantise(matrix, kind, across=axis == 1, doubled=doubled)
         return made.values, made.scales
 
     cut, whole = (ranks.whole if axis is None else ranks.along(axis)).spec, ranks.whole.spec

@@ -23,7 +23,7 @@ from dflash_jax.model import Model
 from dflash_jax.options import as_integer
 from dflash_jax.serving.answers import Answer, TokenBytes
 from dflash_jax.serving.async_engine import AsyncEngine, AsyncRun
-from dflash_jax.serving.bodies import Ask, completion_ask, parsed, requests_of, shown
+from dflash_jax.serving.bodies import Ask, check_names, completion_ask, flag, parsed, requests_of, shown
 from dflash_jax.serving.chat_answers import ChatAnswer
 from dflash_jax.serving.gate import Gate
 from dflash_jax.serving.metrics import Metrics
@@ -347,31 +347,27 @@ class Routes:
         tokenizer = model.tokenizer
         if tokenizer is None:
             raise PromptError("this model has no tokenizer")
+        named = flag(body, "return_token_strs")
         if "messages" in body:
-            names = ("model", "messages", "chat_template_kwargs", "max_tokens", "tools", "tool_choice")
-            ask = chat_with_tools({name: field for name, field in body.items() if name in names}, tokenizer)
+            ask = chat_with_tools({name: one for name, one in body.items() if name != "return_token_strs"}, tokenizer)
             told = {"chat": False, "chat_options": ask.chat_options}
             ids, _ = await asyncio.to_thread(prompted, model, ask.prompts[0], **told)
         else:
-            text, special = body.get("prompt"), body.get("add_special_tokens", True)
-            if not isinstance(text, str) or type(special) is not bool:
-                wrong = (
-                    "prompt must be a text" if not isinstance(text, str) else "add_special_tokens must be true or false"
-                )
-                raise Problem(400, wrong, param=wrong.partition(" ")[0], code="invalid_value")
+            check_names(body, ("model", "prompt", "add_special_tokens", "return_token_strs"))
+            text, special = body.get("prompt"), flag(body, "add_special_tokens", default=True)
+            if not isinstance(text, str):
+                raise Problem(400, "prompt must be a text", param="prompt", code="invalid_value")
             ids = await asyncio.to_thread(tokenizer.encode, text, special=special)
         names_of = TokenBytes(tokenizer)
-        told = (
-            [names_of.of(token).decode("utf-8", "replace") for token in ids]
-            if body.get("return_token_strs") is True
-            else None
-        )
+        told = [names_of.of(token).decode("utf-8", "replace") for token in ids] if named else None
         limit = model.engine.max_model_len
         return _json({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": told})
 
     async def detokenize(self, request: Request) -> Response:
         """`/detokenize`."""
         model, body = self.front.ready().model, parsed(await self._body(request))
+        self._check_name(body.get("model"))
+        check_names(body, ("model", "tokens"))
         tokens = body.get("tokens")
         known = range(model.target.vocab_size)
         if not isinstance(tokens, list) or not all(as_integer(token) in known for token in tokens):

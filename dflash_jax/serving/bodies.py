@@ -34,10 +34,12 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1,), "priority": (0,), "spaces_between_special_tokens": (True,),
     "use_beam_search": (False,), "suffix": ("",), "parallel_tool_calls": (True, False),
     "modalities": (["text"],), "add_generation_prompt": (True,), "continue_final_message": (False,), "tools": (),
-    "tool_choice": ("none", "auto"), "add_special_tokens": (True, False),
+    "tool_choice": ("none", "auto"),
 }  # fmt: skip
 # Of chats alone.
-_FIXED_OF_CHATS: dict[str, tuple[Any, ...]] = {"echo": (False,), "prompt_logprobs": ()}
+_FIXED_OF_CHATS: dict[str, tuple[Any, ...]] = {
+    "echo": (False,), "prompt_logprobs": (), "add_special_tokens": (False,),
+}  # fmt: skip
 _SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "stop_token_ids", "ignore_eos", "min_tokens", "include_stop_str_in_output",
     "presence_penalty", "frequency_penalty", "repetition_penalty", "allowed_token_ids", "bad_words",
@@ -47,7 +49,7 @@ _COMMON = (
     "model", "max_tokens", "n", "best_of", "seed", "stop", "stream", "stream_options", "logprobs",
     "return_tokens_as_token_ids", "return_metrics", "logit_bias", *STRUCTURE_FIELDS, *_SAMPLING, *_WITHOUT_EFFECT, *_FIXED,
 )  # fmt: skip
-COMPLETION_FIELDS = ("prompt", "echo", "prompt_logprobs", *_COMMON)
+COMPLETION_FIELDS = ("prompt", "echo", "prompt_logprobs", "add_special_tokens", *_COMMON)
 CHAT_FIELDS = (
     "messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs", "reasoning_effort", *_COMMON,
     *_FIXED_OF_CHATS,
@@ -72,6 +74,7 @@ class Ask:
       prompt_logprobs: whether those of prompts come by themselves.
       metrics: whether times and acceptance come with the answer.
       structured_by: the field that says what the text has to be; None where it may be anything.
+      special: whether texts get the tokens that the tokenizer puts around one.
     """
 
     prompts: list[Any]
@@ -87,6 +90,7 @@ class Ask:
     prompt_logprobs: bool = False
     metrics: bool = False
     structured_by: str | None = None
+    special: bool = True
 
 
 def parsed(body: bytes) -> dict[str, Any]:
@@ -113,7 +117,7 @@ def shown(value: Any) -> str:
 
 def completion_ask(body: Mapping[str, Any], defaults: Mapping[str, Any] = MappingProxyType({})) -> Ask:
     """Of `/v1/completions`; `defaults` are for fields of sampling that it leaves out. Raises Problem, ParameterError."""
-    _check_names(body, COMPLETION_FIELDS)
+    check_names(body, COMPLETION_FIELDS)
     prompts = body.get("prompt")
     single = isinstance(prompts, str) or (_is_list(prompts) and len(prompts) > 0 and as_integer(prompts[0]) is not None)
     listed = [prompts] if single else prompts
@@ -125,8 +129,8 @@ def completion_ask(body: Mapping[str, Any], defaults: Mapping[str, Any] = Mappin
             raise _wrong("prompt" if single else f"prompt.{place}", "a text or token ids", prompt)
         if prompt == "":
             raise _wrong("prompt" if single else f"prompt.{place}", "a text that is not empty", prompt)
-    echo, scored = _flag(body, "echo"), _integer(body, "prompt_logprobs", 0, MAX_LOGPROBS)
-    if scored is not None and _flag(body, "stream"):
+    echo, scored = flag(body, "echo"), _integer(body, "prompt_logprobs", 0, MAX_LOGPROBS)
+    if scored is not None and flag(body, "stream"):
         raise Problem(
             400, "prompt_logprobs are for whole answers: leave stream out, or ask for echo and logprobs",
             param="prompt_logprobs", code="unsupported_parameter",
@@ -143,14 +147,15 @@ def completion_ask(body: Mapping[str, Any], defaults: Mapping[str, Any] = Mappin
         each for each in (scored, made.params.logprobs if echo else None, 0 if most == 0 else None) if each is not None
     ]
     params = replace(made.params, prompt_logprobs=max(wanted)) if wanted else made.params
-    return replace(made, params=params, echo=echo, prompt_logprobs=scored is not None)
+    special = flag(body, "add_special_tokens", default=True)
+    return replace(made, params=params, echo=echo, prompt_logprobs=scored is not None, special=special)
 
 
 def chat_ask(body: Mapping[str, Any], template: str | None, defaults: Mapping[str, Any] = MappingProxyType({})) -> Ask:
     """Of `/v1/chat/completions`, for a model with this chat template; see `completion_ask`. Raises Problem, ParameterError."""
-    _check_names(body, CHAT_FIELDS, _FIXED | _FIXED_OF_CHATS)
+    check_names(body, CHAT_FIELDS, _FIXED | _FIXED_OF_CHATS)
     messages = _messages(body.get("messages"), template or "")
-    wanted, top = _flag(body, "logprobs"), _integer(body, "top_logprobs", 0, MAX_LOGPROBS)
+    wanted, top = flag(body, "logprobs"), _integer(body, "top_logprobs", 0, MAX_LOGPROBS)
     if top is not None and not wanted:
         raise Problem(400, "top_logprobs needs logprobs: true", param="top_logprobs", code="invalid_value")
     most = _limit(body, "max_completion_tokens")
@@ -174,6 +179,8 @@ def requests_of(model: Model, ask: Ask) -> list[Request]:
     refused = refused_ids(model.tokenizer, model.name, ask.params.bad_words)
     grammar = _grammar(model, ask)
     for prompt in ask.prompts:
+        if not ask.special and isinstance(prompt, str) and model.tokenizer is not None:
+            prompt = model.tokenizer.encode(prompt, special=False)
         ids, held = prompted(model, prompt, chat=False, chat_options=ask.chat_options)
         least = 1 if ask.max_tokens is None else ask.max_tokens
         ids = shortened(ids, held, replace(ask.params, max_tokens=max(least, ask.params.min_tokens)), longest)
@@ -230,15 +237,15 @@ def _ask(
     params = SamplingParams(
         max_tokens=max(1, most or 1, least), logprobs=logprobs, stop=stops, structured=structured, **given
     )  # fmt: skip
-    stream, told = _flag(body, "stream"), _mapping(body, "stream_options")
+    stream, told = flag(body, "stream"), _mapping(body, "stream_options")
     if told and not stream:
         raise Problem(400, "stream_options are for stream: true", param="stream_options", code="invalid_value")
     if unknown := told.keys() - {"include_usage", "continuous_usage_stats", "include_obfuscation"}:
         raise _unknown(f"stream_options.{sorted(unknown)[0]}")
-    usage = "end" if _flag(told, "include_usage") else None
-    usage = "always" if usage and _flag(told, "continuous_usage_stats") else usage
-    ids = _flag(body, "return_tokens_as_token_ids")
-    metrics = _flag(body, "return_metrics")
+    usage = "end" if flag(told, "include_usage") else None
+    usage = "always" if usage and flag(told, "continuous_usage_stats") else usage
+    ids = flag(body, "return_tokens_as_token_ids")
+    metrics = flag(body, "return_metrics")
     seed = None if seed is None else seed % 2**64
     return Ask(prompts, params, most, seed, n, stream, usage, ids, options or {}, metrics=metrics, structured_by=by)
 
@@ -321,9 +328,10 @@ def _call(call: Any, at: str) -> dict[str, Any]:
     return {**call, "function": {**function, "arguments": made}}
 
 
-def _check_names(
+def check_names(
     body: Mapping[str, Any], known: Sequence[str], fixed: Mapping[str, tuple[Any, ...]] = MappingProxyType(_FIXED)
 ) -> None:
+    """Raises Problem for a field that is not known, or that asks for what is not done."""
     if unknown := next((name for name in body if name not in known), None):
         raise _unknown(unknown)
     for name, values in fixed.items():
@@ -372,8 +380,9 @@ def _token(name: str) -> int:
     return int(name)
 
 
-def _flag(body: Mapping[str, Any], name: str) -> bool:
-    value = body.get(name, False)
+def flag(body: Mapping[str, Any], name: str, *, default: bool = False) -> bool:
+    """A field that is true or false. Raises Problem for any other value."""
+    value = body.get(name, default)
     if type(value) is not bool:
         raise _wrong(name, "true or false", value)
     return value

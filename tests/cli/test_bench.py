@@ -327,3 +327,6 @@ def test_a_published_shape_with_random_weights(monkeypatch) -> None:
     assert figures.tokens_per_cycle > 2
     with pytest.raises(ParameterError, match="known: qwen3-4b"):
         random_pair("qwen3-1t", max_model_len=64, max_batch=1)
+    with pytest.raises(ParameterError, match="random weights and their pages are made here: leave cache_dtype out"):
+        random_pair("qwen3-4b", cache_dtype="fp8")
+    assert random_pair("qwen3-4b", max_model_len=64, max_batch=1, num_pages=3, proposals="argmax").engine.num_pages == 3

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import dflash_jax as dj
-from dflash_jax.cli.commands import load_options
+from dflash_jax.cli.commands import load_options, main
 from dflash_jax.cli.info import collect
 from dflash_jax.cli.parser import build_parser
 from dflash_jax.errors import ParameterError
@@ -80,6 +80,11 @@ def test_what_is_not_typed_keeps_its_default():
         ({"vision_scales": "a.json"}, 'vision_scales are for vision_attention_dtype="fp8": give both'),
         ({"vision_attention_dtype": "int8"}, "vision_attention_dtype must be None or fp8, got 'int8'"),
         ({"calibration": "a text"}, r"a list of texts or of token ids, got one text: \['a text'\]"),
+        ({"cache_dtype_skip_layers": 0, "cache_dtype": "fp8"}, "cache_dtype_skip_layers must list numbers of layers"),
+        (
+            {"cache_dtype_skip_layers": None, "cache_dtype": "fp8"},
+            "cache_dtype_skip_layers must list numbers of layers",
+        ),
         ({"calibration": ["a"]}, 'calibration finds scales for cache_dtype "fp8" and "int8", not for None'),
     ],
 )
@@ -89,6 +94,27 @@ def test_what_no_model_could_take_is_refused(given, message):
     for function in (dj.load, collect):
         with pytest.raises(ParameterError, match=message):
             function(**given)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"draft": False, "proposals": "rejection"}, "proposals must be left out without a drafter, got 'rejection'"),
+        (
+            {"cache_dtype": "auto", "calibration": ["a"]},
+            '"auto" leaves pages as they are, .*: calibration finds scales',
+        ),
+    ],
+)
+def test_what_would_change_nothing_is_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ParameterError, match=message):
+        collect(**given)
+
+
+def test_info_takes_what_no_size_depends_on(capsys: pytest.CaptureFixture[str]) -> None:
+    found = ["--cache-dtype", "fp8", "--calibration", "texts.txt", "--scale-range", "100,100,100"]
+    assert main(["info", *found]) == 0
+    assert "in float8_e4m3fn (target)" in capsys.readouterr().out
 
 
 def test_an_unknown_option_is_named():

@@ -12,12 +12,12 @@ import pytest
 
 from dflash_jax.checkpoints.huggingface import open_checkpoint
 from dflash_jax.checkpoints.quantized import dequantized as reading
-from dflash_jax.checkpoints.quantized.releases import FORMATS, dequantized
+from dflash_jax.checkpoints.quantized.releases import FORMATS, dequantized, take_release
 from dflash_jax.checkpoints.safetensors import read_header
 from dflash_jax.errors import CheckpointError, ConfigError
 from dflash_jax.models.parameters import to_huggingface
 
-from ..quantized_folders import drawn_float8, is_projection, load, put, spread
+from ..quantized_folders import drawn_float8, e4m3, is_projection, load, put, spread
 from .test_deepseek import BIASES
 from .test_deepseek import CONFIG as DEEPSEEK
 
@@ -206,6 +206,55 @@ def test_keys_and_values_in_float8_beside_weights(hf):
     assert checkpoint.cache_dtype == "fp8"
     assert checkpoint.cache_scales is not None
     assert [float(scale.max()) for scale in checkpoint.cache_scales.k] == [0.25, 1.25, 2.25]
+
+
+def test_older_files_of_compressed_tensors(hf):
+    """Scales of pages stand beside the projections that write them, and blocks are a text."""
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+    blocks: dict[str, Any] = {"num_bits": 8, "type": "int", "strategy": "block", "block_structure": "8x16"}
+    said: dict[str, Any] = group(format="int-quantized", **blocks) | {"kv_cache_scheme": scheme}
+    folder, _ = release(hf, "int8", 1, **said)
+    stored = load(folder / "model.safetensors")
+    for name in [name for name in stored if name.endswith("weight_scale")]:
+        height, width = stored[name.removesuffix("_scale")].shape
+        stored[name] = np.ones((-(-height // 8), -(-width // 16)), np.float32)
+    scales = {
+        f"model.layers.{i}.self_attn.{side}_proj.output_scale": np.full(1, 0.25 + i, np.float32)
+        for i in range(3)
+        for side in "kv"
+    }
+    put(folder, stored | scales)
+    checkpoint = open_checkpoint(folder)
+    assert "int8 in blocks of 8 x 16: 21 tensors" in checkpoint.notices[0]
+    assert checkpoint.cache_scales is not None
+    assert [float(scale.max()) for scale in checkpoint.cache_scales.k] == [0.25, 1.25, 2.25]
+
+
+def test_a_release_that_says_it_twice():
+    """In itself and in its text model's part."""
+    said = {"quantization_config": FOLDERS["int4"][1]}
+    values, found = take_release({"a": 1, **said, "text_config": {"b": 2, **said}})
+    assert values == {"a": 1, "text_config": {"b": 2}}
+    assert found is not None
+
+
+def test_a_release_that_says_it_in_a_file_of_its_own(hf):
+    """ModelOpt's older ones."""
+    folder, exact = release(hf, "float8")
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    own = {"quant_algo": "FP8", "kv_cache_quant_algo": None, "exclude_modules": ["lm_head"]}
+    (folder / "hf_quant_config.json").write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": own}))
+    stored = load(folder / "model.safetensors")
+    for name in [name for name in stored if name.endswith("weight_scale")]:
+        codes, stored[name] = name.removesuffix("_scale"), stored[name][0].reshape(())
+        exact[codes] = e4m3(stored[codes].view(np.uint8)) * float(stored[name])
+    put(folder, stored)
+    checkpoint = open_checkpoint(folder)
+    found = to_huggingface(checkpoint.family.parameters(checkpoint.config), checkpoint.load("float32"))
+    for name, value in found.items():
+        np.testing.assert_array_equal(value, exact[name].astype(np.float32), err_msg=name)
 
 
 def test_groups_of_modules_in_different_formats(hf):

@@ -176,6 +176,7 @@ def test_what_was_given_out_is_left_out():
             {"weight_dtype": "fp8_dynamic", "attention_output": "fp8"},
             "attention_output='fp8' rounds what attention gives",
         ),
+        ({"cache_dtype": "fp8", "cache_scales": "traffic"}, "finds scales on the prompts that come first"),
         ({"tp": 2, "decode_context_parallel_size": 2}, "decode_context_parallel_size=2 joins what several GPUs"),
         ({"exact": "yes"}, "exact must be True or False"),
     ],

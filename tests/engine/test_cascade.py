@@ -27,7 +27,6 @@ from dflash_jax.engine.cascade import (
 )
 from dflash_jax.engine.resources import Resources
 from dflash_jax.engine.warmup import Jobs
-from dflash_jax.execution import switches
 from dflash_jax.sampling_params import SamplingParams
 
 from ..random_pair import Pair, random_prompts
@@ -248,7 +247,6 @@ def test_the_program_for_several_groups_is_compiled_like_that_for_one(pair, grou
     engine, started = pair.engine, []
     monkeypatch.setattr(Resources, "cascade_policy", CascadePolicy((replace(LAYER, token=1e12),), (), 0))
     monkeypatch.setattr("dflash_jax.engine.scheduler.start_compiling", lambda jobs: started.extend(jobs))
-    monkeypatch.setattr(switches, "SHARING_GROUPS", True)
     known = {"group"}
     monkeypatch.setattr(
         engine, "program_status", lambda name, args: "compiled" if name[-1] in known else None, raising=False
@@ -259,11 +257,6 @@ def test_the_program_for_several_groups_is_compiled_like_that_for_one(pair, grou
     known.add("groups")
     assert pair.run(GROUPED, LENGTHS, draft=False, cycles=2)[0] == grouped
     assert 2 in {np.ndim(told) for told in shared if told is not None}
-
-
-def test_one_group_alone_is_read_once_until_a_gpu_has_timed_more() -> None:
-    assert CascadePolicy((LAYER,), (), 0).most_groups == 1
-    assert CascadePolicy((LAYER,), (), 0, asked=True).most_groups == GROUPS
 
 
 def test_cycles_whose_masks_the_host_makes(pair) -> None:

@@ -59,7 +59,9 @@ CYCLE = CallShape(1, 16, BFLOAT16, PAGES)
         ("Qwen3-4B", 1, "int8", "persistent", "in_layer"), ("Qwen3-4B", 8, "int8", "plain", "apart"),
         ("Qwen3-4B", 8, "fp8_dynamic", "fused_float8", "apart"), ("Qwen3-30B-A3B", 1, None, "fused_moe", "apart"),
         ("Llama-3.1-8B", 1, None, "persistent", "in_layer"), ("Llama-3.1-8B", 8, "fp8_dynamic", "fused_float8", "apart"),
-        ("Qwen2.5-7B", 1, None, "plain", "apart"), ("Qwen3.5-4B", 1, None, "persistent", "apart"),
+        ("Qwen2.5-7B", 1, None, "persistent", "apart"), ("Qwen2.5-7B", 8, None, "fused_dense", "apart"),
+        ("Qwen2.5-7B", 1, "int8", "persistent", "apart"), ("Qwen2.5-7B", 8, "fp8_dynamic", "fused_float8", "apart"),
+        ("Qwen3.5-4B", 1, None, "persistent", "apart"),
         ("Qwen3.5-4B", 8, None, "fused_dense", "apart"), ("Qwen3.5-27B", 1, None, "persistent", "apart"),
         ("Qwen3.5-4B", 1, "int8", "plain", "apart"), ("Qwen3.5-4B", 8, "fp8_dynamic", "plain", "apart"),
         ("Qwen3.5-35B-A3B", 1, None, "fused_moe", "apart"),
@@ -67,7 +69,8 @@ CYCLE = CallShape(1, 16, BFLOAT16, PAGES)
 )  # fmt: skip
 def test_runner_of_a_published_target(name: str, sequences: int, weights: Any, runner: str, attention: str) -> None:
     """A pass over 16 tokens of each sequence on an H200."""
-    config = (TARGETS | MOE_TARGETS | LLAMA_TARGETS | QWEN2_TARGETS | HYBRID_TARGETS)[name]
+    every: Any = {**TARGETS, **MOE_TARGETS, **LLAMA_TARGETS, **QWEN2_TARGETS, **HYBRID_TARGETS}
+    config = every[name]
     if name not in HYBRID_TARGETS:
         config = replace(config, num_layers=1, windows=config.windows[:1])
     with h200():
@@ -82,9 +85,43 @@ def test_runner_of_a_published_target(name: str, sequences: int, weights: Any, r
 
 
 @pytest.mark.parametrize(
+    ("sequences", "tokens", "weights", "runner"),
+    [
+        (1, 16, "int8", "persistent"), (4, 1, "fp8", "persistent"), (1, 16, "fp8_dynamic", "persistent"),
+        (2, 16, "fp8_dynamic", "plain"), (8, 16, "fp8", "plain"), (8, 16, "fp8_dynamic", "fused_float8"),
+        (1, 512, "fp8_dynamic", "fused_float8"),
+    ],
+)  # fmt: skip
+def test_hybrid_targets_in_eight_bits(
+    sequences: int, tokens: int, weights: Any, runner: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As dense targets, where that is switched on."""
+    config, call = HYBRID_TARGETS["Qwen3.5-9B"], CallShape(sequences, tokens, BFLOAT16)
+    with h200():
+        held = weight_format(weight_shapes([(config, family_for(config))], BFLOAT16, weights)["target"])
+        off = choose(layer_traits(config), call, held)
+        assert off.runner == "plain"
+        assert runner == "plain" or "no GPU has run it" in (off.refused(runner) or "")
+        monkeypatch.setattr(switches, "HYBRID_EIGHT_BITS", True)
+        found = choose(layer_traits(config), call, held)
+        assert (found.runner, found.attention) == (runner, "apart")
+
+
+def test_rows_of_gates_count_twice_in_eight_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel takes widths of whole 32: of 24 heads the projection has 16 too many, and none with its gates twice."""
+    monkeypatch.setattr(switches, "HYBRID_EIGHT_BITS", True)
+    config = replace(HYBRID_TARGETS["Qwen3.5-9B"], linear_key_heads=8, linear_value_heads=24)
+    with h200():
+        wide = choose(layer_traits(config), CYCLE, FORMAT)
+        narrow = choose(layer_traits(config), CYCLE, WeightFormat("int8", quantized=True, paired=True))
+    assert "32 divides, not next 8240" in (wide.refused("persistent") or "")
+    assert narrow.runner == "persistent"
+
+
+@pytest.mark.parametrize(
     ("change", "what", "said"),
     [
-        ({"attention": "latent"}, "persistent", "latent rows"), ({"bias": "qkv"}, "persistent", "biases"),
+        ({"attention": "latent"}, "persistent", "latent rows"), ({"bias": "all"}, "persistent", "output has a bias"),
         ({"activation": "gelu_tanh"}, "persistent", "gelu_tanh"), ({"value_scale": 2.0}, "persistent", "multiplied with 2.0"),
         ({"feed_forward": "mixed"}, "persistent", "experts"),
         ({"convolved": True}, "persistent", "convolved along the block"),
@@ -130,6 +167,8 @@ def test_several_devices_and_switches_leave_other_runners(monkeypatch: pytest.Mo
             "plain", "switched off", "switched off",
         )  # fmt: skip
         monkeypatch.undo()
+        monkeypatch.setattr(switches, "BIASES", False)
+        assert "switched off" in (choose(replace(TRAITS, bias="qkv"), CYCLE, FORMAT).refused("fused_dense") or "")
         monkeypatch.setattr(switches, "HYBRID", False)
         found = choose(layer_traits(HYBRID_TARGETS["Qwen3.5-4B"]), CYCLE, FORMAT)
         assert "switched off" in (found.refused("persistent") or "")
@@ -183,11 +222,11 @@ def test_the_plans_of_a_setup() -> None:
     with h200():
         weights = weight_shapes(pair, BFLOAT16, rows=cycle_rows(1, DRAFT))
         pools = _pools(QWEN3), _pools(DRAFT)
-        plans = setup.plans(weights, 1, 32, pools)
+        plans: Any = setup.plans(weights, 1, 32, pools)
         assert plans.target.runner == plans.draft.runner == "persistent"
         assert plans.target.weight_layout == plans.draft.weight_layout == "column_blocks"
         assert plans.context.form == "one_launch"
-        alone = setup.verifying(1).plans(weights, 1, 32, pools)
+        alone: Any = setup.verifying(1).plans(weights, 1, 32, pools)
         assert (alone.draft, alone.context.form) == (None, "apart")
 
 

@@ -1,6 +1,9 @@
 """Fused runners against the same layers called one by one."""
 
+import collections
 import dataclasses
+import re
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -25,11 +28,14 @@ from dflash_jax.execution.weight_layout import block_columns
 from dflash_jax.models import bind, family_for, init_params, layer_traits
 from dflash_jax.models.dflash import dflash_parameters, dflash_traits
 from dflash_jax.models.layers import Linear, Rotary
-from dflash_jax.models.presets import HYBRID_TARGETS, MOE_TARGETS
+from dflash_jax.models.presets import HYBRID_TARGETS, MOE_TARGETS, QWEN2_TARGETS
 from dflash_jax.models.qwen3_5 import qwen35_parameters
+from dflash_jax.quantization.weights import Quantised, quantise_weights
 
-from ..devices import h200
+from ..devices import h200, on
+from ..hybrid_pair import hybrid_config
 from ..models.golden_files import GOLDEN, cases, golden
+from ..models.test_qwen3_5 import random_weights
 from ..random_pair import draft_config
 
 CASES = [*cases("qwen3"), "llama_published", "mistral_window", "qwen2_window"]
@@ -49,20 +55,20 @@ def agree(theirs: list[jax.Array], ours: list[jax.Array]) -> None:
 @pytest.mark.few("qwen3_gqa5", "qwen3_moe_plain", "qwen3_rope_llama3", "qwen2_window")
 @pytest.mark.parametrize("case", CASES)
 def test_fused_runners_agree_with_layers_called_one_by_one(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where traits allow them: with sliding windows and partial rotation, but not with biases."""
+    """Where traits allow them: with sliding windows, partial rotation and biases, but not one of attention's output."""
     config, params, inputs, _ = golden(case)
     model: Any = bind(config, params)
     ids, positions = jnp.asarray(inputs["ids"]), jnp.asarray(inputs["positions"])
     x, rotary = model.embed(ids), model.rotary(positions)
     theirs = runs(PLAIN, model, x, rotary, dense_attend())
     assert len(theirs) == config.num_layers + 1
-    call, weights = CallShape(*ids.shape, x.dtype), weight_format(params)
+    call, weights = CallShape(ids.shape[0], ids.shape[1], x.dtype), weight_format(params)
     assert choose(layer_traits(config), call, weights).runner == "plain"  # on a CPU
     monkeypatch.setattr(plan, "layer_chain_refusal", lambda *_, **__: None)
     monkeypatch.setattr(plan, "dense_refusal", lambda *_: None)
     for wanted in ("persistent", "fused_dense"):
         chosen = choose(layer_traits(config), call, weights)
-        fitting = not config.attention_bias and layer_traits(config).feed_forward == "dense"
+        fitting = layer_traits(config).bias != "all" and layer_traits(config).feed_forward == "dense"
         assert chosen.runner == (wanted if fitting else "plain")
         agree(theirs, runs(chosen, model, x, rotary, dense_attend()))
         monkeypatch.setattr(switches, "PERSISTENT", False)
@@ -75,7 +81,7 @@ def test_layers_with_experts_agree_with_layers_called_one_by_one(case: str, monk
     ids = jnp.asarray(inputs["ids"])
     x, rotary = model.embed(ids), model.rotary(jnp.asarray(inputs["positions"]))
     theirs = runs(PLAIN, model, x, rotary, dense_attend())
-    call, weights = CallShape(*ids.shape, x.dtype), weight_format(params)
+    call, weights = CallShape(ids.shape[0], ids.shape[1], x.dtype), weight_format(params)
     assert choose(layer_traits(config), call, weights).runner == "plain"  # without a kernel
     monkeypatch.setattr(plan, "routed_experts_refusal", lambda *_, **__: None)
     chosen = choose(layer_traits(config), call, weights)
@@ -112,6 +118,39 @@ def test_hybrid_layers_agree_with_layers_called_one_by_one(case: str, monkeypatc
         monkeypatch.setattr(switches, "PERSISTENT", False)
 
 
+@pytest.mark.few("fp8_dynamic-fused_float8-14", "int8-persistent-2")
+@pytest.mark.parametrize(
+    ("kind", "runner", "sequences"),
+    [("int8", "persistent", 2), ("fp8", "persistent", 2), ("fp8_dynamic", "persistent", 2), ("fp8_dynamic", "fused_float8", 14)],
+)  # fmt: skip
+def test_hybrid_layers_in_eight_bits(kind: Any, runner: str, sequences: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As called one by one, which rounds many rows as well; gates are added up behind every projection."""
+    config = hybrid_config(hidden_size=48, linear_value_dim=8)
+    drawn = {name: jnp.asarray(array) for name, array in random_weights(config, 6).items()}
+    params = quantise_weights(drawn, kind)
+    ids = jax.random.randint(jax.random.key(3), (sequences, 5), 0, config.vocab_size)
+    call = CallShape(sequences, 5, jnp.dtype(jnp.float32))
+
+    @partial(jax.jit, static_argnums=0)
+    def run(chosen: ExecutionPlan, params: Any) -> list[jax.Array]:
+        model: Any = bind(config, params)
+        rotary = model.rotary(jnp.arange(5)[None].repeat(sequences, axis=0))
+        return runs(chosen, model, model.embed(ids), rotary, dense_attend())
+
+    monkeypatch.setattr(plan, "layer_chain_refusal", lambda rows, *_, **__: "many rows" if rows > 16 else None)
+    off = choose(layer_traits(config), call, weight_format(params))
+    assert (off.runner, "switched off" in (off.refused(runner) or "")) == ("plain", True)
+    monkeypatch.setattr(switches, "HYBRID_EIGHT_BITS", True)
+    chosen = choose(layer_traits(config), call, weight_format(params))
+    assert (chosen.runner, chosen.attention) == (runner, "apart")
+    theirs, ours = run(PLAIN, params), run(chosen, params)
+    if runner == "persistent":
+        agree(theirs, ours)
+        return
+    for expected, found in zip(theirs, ours, strict=True):
+        assert np.abs(np.asarray(found - expected)).max() <= 0.02 * np.abs(np.asarray(expected)).max()
+
+
 @pytest.mark.parametrize(("name", "tokens"), [("Qwen3-30B-A3B", 1), ("Qwen3-30B-A3B", 16), ("Qwen3.5-35B-A3B", 1)])
 def test_a_layer_with_experts_is_few_launches(name: str, tokens: int) -> None:
     """Two norms with what comes before them, and all experts with the choice among them, a shared one or not: three kernels, but
@@ -136,11 +175,13 @@ def test_a_layer_with_experts_is_few_launches(name: str, tokens: int) -> None:
     assert "top_k" not in text
 
 
-@pytest.mark.few("qwen3_gqa14_bias", "qwen3_moe_some_dense", "llama_published", "mistral_window")
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.few("qwen3_gqa14_bias", "qwen3_moe_some_dense", "llama_published", "mistral_window", "qwen2_opened")
+@pytest.mark.parametrize("case", [*CASES, "qwen2_opened"])
 def test_attention_in_the_same_kernel(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two calls one after the other, the second of one token of one sequence and none of another; pages and streams agree."""
-    config, params, inputs, _ = golden(case)
+    config, params, inputs, _ = golden(case.replace("opened", "window"))
+    if case == "qwen2_opened":
+        config = dataclasses.replace(config, windows=(None,) * config.num_layers)
     model: Any = bind(config, params)
     ids = jnp.asarray(inputs["ids"])[:1, :4].repeat(2, axis=0)
     table, pages = jnp.asarray([[2, 0, 5], [1, 4, 3]]), make_pages(config, 6, 4, jnp.dtype(jnp.float32))
@@ -164,9 +205,7 @@ def test_attention_in_the_same_kernel(case: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(plan, "attention_chain_refusal", lambda *_, **__: None)
     whole_plan, whole = run()
     traits = layer_traits(config)
-    fitting = (
-        traits.feed_forward == "dense" and traits.bias == "none" and not traits.window and config.rope.partial == 1
-    )
+    fitting = traits.feed_forward == "dense" and traits.bias != "all" and not traits.window and config.rope.partial == 1
     assert (apart_plan.attention, whole_plan.attention) == ("apart", "in_layer" if fitting else "apart")
     monkeypatch.setattr(plan, "attention_chain_refusal", lambda *_, **__: "apart")
     written = []
@@ -222,27 +261,8 @@ def test_the_best_token_is_that_of_the_greatest_logit(case: str) -> None:
 )  # fmt: skip
 def test_hybrid_layers_of_published_shapes(name: str, sequences: int, tokens: int, runner: str) -> None:
     """As far from the layers in float32 as those called one by one in bfloat16 are, up to a little; twice the same bits."""
-    config = dataclasses.replace(
-        HYBRID_TARGETS[name], num_layers=4, windows=(None,) * 4, full_layers=(3,), vocab_size=256
-    )
-    params = init_params(qwen35_parameters(config), jax.random.key(0), "bfloat16")
-    for one in [one for one in params if one.endswith(".offset")]:
-        params[one] = 0.1 * jax.random.normal(jax.random.key(len(one)), params[one].shape, params[one].dtype)
-    table = jnp.arange(2 * sequences).reshape(sequences, 2)
-    positions, live = jnp.arange(tokens)[None].repeat(sequences, axis=0), jnp.ones((sequences,), bool)
-    ids = jax.random.randint(jax.random.key(1), (sequences, tokens), 0, 256)
-
-    def run(params: Any, chosen: ExecutionPlan) -> Any:
-        dtype = params["embed.weight"].dtype
-        model, pages = bind(config, params), make_pages(config, 2 * sequences, 64, dtype)
-        attend = PagedAttend(table, positions, jnp.full((sequences,), tokens), 64)
-        attend, cache = verifying(attend, pages, make_states(config, sequences, dtype), live)
-        planned, rotary = Planned(chosen), model.rotary(positions)
-        x, normed = planned.embed(model.layers, model.embed.weight[...], ids)
-        streams, hidden, _ = planned(model.layers, model.norm, x, rotary, attend, cache, normed=normed)
-        return [*streams, hidden]
-
-    jitted = jax.jit(run, static_argnums=1)
+    config, jitted = first_layers(name), jax.jit(verified(first_layers(name), sequences, tokens), static_argnums=1)
+    params = drawn_params(config)
     wide = {one: array.astype(jnp.float32) for one, array in params.items()}
     call = CallShape(sequences, tokens, jnp.dtype(jnp.bfloat16))
     true, plain = jitted(wide, PLAIN), jitted(params, PLAIN)
@@ -250,11 +270,127 @@ def test_hybrid_layers_of_published_shapes(name: str, sequences: int, tokens: in
         held = params if layout == "rows" else block_columns(dict(params))
         chosen = choose(layer_traits(config), call, weight_format(held))
         assert chosen.runner == runner
-        fused, again = jitted(held, chosen), jitted(held, chosen)
-        for exact, theirs, ours, second in zip(true, plain, fused, again, strict=True):
-            unit = float(jnp.finfo(ours.dtype).eps) * float(jnp.abs(exact).max())
-            assert float(jnp.abs(ours - exact).max()) <= 1.3 * float(jnp.abs(theirs - exact).max()) + 2 * unit
-            assert np.asarray(ours).tobytes() == np.asarray(second).tobytes()
+        agree_as_plain(true, plain, jitted(held, chosen), jitted(held, chosen))
+
+
+EIGHT_BITS: list[Any] = [
+    ("Qwen3.5-9B", 1, 16, "int8", "persistent"), ("Qwen3.5-27B", 1, 16, "fp8_dynamic", "persistent"),
+    ("Qwen3.5-9B", 8, 16, "fp8_dynamic", "fused_float8"),
+]  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.large
+@pytest.mark.parametrize(("name", "sequences", "tokens", "kind", "runner"), EIGHT_BITS)
+def test_hybrid_layers_in_eight_bits_of_published_shapes(
+    name: str, sequences: int, tokens: int, kind: Any, runner: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As far from float32 activations on the same rounded weights as layers called one by one are, which round rows as well."""
+    monkeypatch.setattr(switches, "HYBRID_EIGHT_BITS", True)
+    config, jitted = first_layers(name), jax.jit(verified(first_layers(name), sequences, tokens), static_argnums=1)
+    params: dict[str, Any] = dict(quantise_weights(drawn_params(config), kind))
+    wide: dict[str, Any] = {}
+    for one, weight in params.items():
+        if isinstance(weight, Quantised):
+            wide[one] = dataclasses.replace(weight, dtype=jnp.dtype(jnp.float32), dynamic=False)
+        else:
+            wide[one] = weight.astype(jnp.float32)
+    chosen = choose(layer_traits(config), CallShape(sequences, tokens, jnp.dtype(jnp.bfloat16)), weight_format(params))
+    assert chosen.runner == runner
+    agree_as_plain(jitted(wide, PLAIN), jitted(params, PLAIN), jitted(params, chosen), jitted(params, chosen))
+
+
+@pytest.mark.few("Qwen3.5-27B*")
+@pytest.mark.parametrize(("name", "sequences", "tokens", "kind", "runner"), EIGHT_BITS)
+def test_hybrid_layers_in_eight_bits_lower(
+    name: str, sequences: int, tokens: int, kind: Any, runner: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For an H100. Behind each mixer one launch has all that follows, or sums are normed and rounded in one."""
+    monkeypatch.setattr(switches, "HYBRID_EIGHT_BITS", True)
+    config = first_layers(name, 2)
+    params = jax.eval_shape(lambda: quantise_weights(drawn_params(config), kind))
+    run = jax.jit(verified(config, sequences, tokens), static_argnums=1)
+    with on("NVIDIA H100 80GB HBM3"):
+        call = CallShape(sequences, tokens, jnp.dtype(jnp.bfloat16))
+        chosen = choose(layer_traits(config), call, weight_format(params))
+        text = run.trace(params, chosen).lower(lowering_platforms=("cuda",)).as_text()
+    assert chosen.runner == runner
+    # A kernel is a function of its own in a program, whoever calls it.
+    calls = collections.Counter(re.findall(r"call @(_run_products|launch_verify|_add_norm)", text))
+    assert calls == {"launch_verify": 1} | ({"_run_products": 2} if runner == "persistent" else {"_add_norm": 3})
+
+
+@pytest.mark.gpu
+@pytest.mark.large
+@pytest.mark.parametrize(
+    ("sequences", "tokens", "kind", "runner", "attention"),
+    [
+        (1, 1, None, "persistent", "in_layer"), (1, 16, None, "persistent", "apart"), (8, 16, None, "fused_dense", "apart"),
+        (8, 16, "fp8_dynamic", "fused_float8", "apart"),
+    ],
+)  # fmt: skip
+def test_layers_with_biases_of_published_shapes(
+    sequences: int, tokens: int, kind: Any, runner: str, attention: str
+) -> None:
+    """Qwen2.5-7B's, of which a launch gives the product and the next one takes it with the bias."""
+    config, pages = first_layers("Qwen2.5-7B", 2), PageShape(64, 2, jnp.dtype(jnp.bfloat16))
+    jitted, params = jax.jit(verified(config, sequences, tokens), static_argnums=1), drawn_params(config)
+    held: dict[str, Any] = dict(params) if kind is None else dict(quantise_weights(dict(params), kind))
+    wide: dict[str, Any] = {one: array.astype(jnp.float32) for one, array in params.items()}
+    for one, weight in held.items():
+        if isinstance(weight, Quantised):
+            wide[one] = dataclasses.replace(weight, dtype=jnp.dtype(jnp.float32), dynamic=False)
+    call = CallShape(sequences, tokens, jnp.dtype(jnp.bfloat16), pages)
+    chosen = choose(layer_traits(config), call, weight_format(held))
+    assert (chosen.runner, chosen.attention) == (runner, attention)
+    agree_as_plain(jitted(wide, PLAIN), jitted(held, PLAIN), jitted(held, chosen), jitted(held, chosen))
+
+
+def first_layers(name: str, count: int = 4) -> Any:
+    """Of a published target; of a hybrid one the last one attends."""
+    sizes: Any = {"num_layers": count, "windows": (None,) * count, "vocab_size": 256}
+    sizes |= {"full_layers": (count - 1,)} if name in HYBRID_TARGETS else {}
+    every: Any = {**HYBRID_TARGETS, **QWEN2_TARGETS}
+    return dataclasses.replace(every[name], **sizes)
+
+
+def drawn_params(config: Any) -> dict[str, jax.Array]:
+    """Random weights in bfloat16, those of norms away from 1, and biases."""
+    params = init_params(family_for(config).parameters(config), jax.random.key(0), "bfloat16")
+    for one in [one for one in params if one.endswith((".offset", ".bias"))]:
+        params[one] = 0.1 * jax.random.normal(jax.random.key(len(one)), params[one].shape, params[one].dtype)
+    return params
+
+
+def agree_as_plain(
+    true: list[jax.Array], plain: list[jax.Array], fused: list[jax.Array], again: list[jax.Array]
+) -> None:
+    """Two runs of the same bits, about as far from what is true as the plain one."""
+    for exact, theirs, ours, second in zip(true, plain, fused, again, strict=True):
+        unit = float(jnp.finfo(ours.dtype).eps) * float(jnp.abs(exact).max())
+        assert float(jnp.abs(ours - exact).max()) <= 1.3 * float(jnp.abs(theirs - exact).max()) + 2 * unit
+        assert np.asarray(ours).tobytes() == np.asarray(second).tobytes()
+
+
+def verified(config: Any, sequences: int, tokens: int) -> Callable[[Any, ExecutionPlan], list[jax.Array]]:
+    """What runs a block of tokens over pages, and states where there are such, for the stream after each layer and the last one's
+    norm."""
+    table = jnp.arange(2 * sequences).reshape(sequences, 2)
+    positions, live = jnp.arange(tokens)[None].repeat(sequences, axis=0), jnp.ones((sequences,), bool)
+    ids = jax.random.randint(jax.random.key(1), (sequences, tokens), 0, 256)
+
+    def run(params: Any, chosen: ExecutionPlan) -> Any:
+        dtype = params["embed.weight"].dtype
+        model, cache = bind(config, params), make_pages(config, 2 * sequences, 64, dtype)
+        attend: Any = PagedAttend(table, positions, jnp.full((sequences,), tokens), 64)
+        if layer_traits(config).delta is not None:
+            attend, cache = verifying(attend, cache, make_states(config, sequences, dtype), live)
+        planned, rotary = Planned(chosen), model.rotary(positions)
+        x, normed = planned.embed(model.layers, model.embed.weight[...], ids)
+        streams, hidden, _ = planned(model.layers, model.norm, x, rotary, attend, cache, normed=normed)
+        return [*streams, hidden]
+
+    return run
 
 
 def test_convolved_layers_agree_with_layers_called_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:

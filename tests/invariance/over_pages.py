@@ -70,8 +70,15 @@ def pool(count: int, heads: int, dim: int, dtype: Any = jnp.bfloat16, *, salt: i
 
 
 def attention(
-    real: bool, *, stored: Any = jnp.bfloat16, splits: int = 2, window: int | None = None, sinks: bool = False
+    real: bool,
+    *,
+    stored: Any = jnp.bfloat16,
+    splits: int = 2,
+    window: int | None = None,
+    sinks: bool = False,
+    told: bool = True,
 ) -> Form:
+    """`told`: that rows are to know of no other, which kernels over pages in eight bits do not do by themselves."""
     heads, kv_heads, dim, middle = (32, 8, 128, REAL_MIDDLE) if real else (4, 1, 64, 126)
     table = pages(middle)
     k, v = (pool(table.size, kv_heads, dim, stored, salt=salt) for salt in range(2))
@@ -80,6 +87,7 @@ def attention(
         "scale": 0.3,
         "window": (window, None),
         "sinks": jnp.arange(heads) / 8 if sinks else None,
+        "batch_invariant": told,
     }
     if stored == INT8:
         of_keys = jax.random.uniform(jax.random.key(2), k.shape[:3], minval=0.01, maxval=0.03)
@@ -258,10 +266,28 @@ OVER_PAGES = {
     "attention, window": Operation(partial(attention, window=100)),
     "attention, sinks": Operation(partial(attention, sinks=True)),
     "attention of prompts": Operation(attention, [(2, 32)], moves=False, real=[(8, 32), (16, 32)]),
-    "attention over float8 pages": Operation(partial(attention, stored=FP8), holds=False),
-    "attention over int8 pages": Operation(partial(attention, stored=INT8), holds=False),
-    "attention over float8 pages, one split": Operation(partial(attention, stored=FP8, splits=1), holds=False),
-    "attention over int8 pages, one split": Operation(partial(attention, stored=INT8, splits=1), holds=False),
+    "attention over float8 pages": Operation(partial(attention, stored=FP8)),
+    "attention over int8 pages": Operation(partial(attention, stored=INT8)),
+    "attention over float8 pages, one split": Operation(partial(attention, stored=FP8, splits=1)),
+    "attention over int8 pages, one split": Operation(partial(attention, stored=INT8, splits=1)),
+    "attention over float8 pages, four splits": Operation(partial(attention, stored=FP8, splits=4)),
+    "attention over int8 pages, four splits": Operation(partial(attention, stored=INT8, splits=4)),
+    "attention over float8 pages, window": Operation(partial(attention, stored=FP8, window=100)),
+    "attention over int8 pages, window and sinks": Operation(partial(attention, stored=INT8, window=100, sinks=True)),
+    "attention of prompts over float8 pages": Operation(
+        partial(attention, stored=FP8), [(2, 32)], moves=False, real=[(8, 32), (16, 32)]
+    ),
+    "attention of prompts over int8 pages": Operation(
+        partial(attention, stored=INT8), [(2, 32)], moves=False, real=[(8, 32), (16, 32)]
+    ),
+    "attention over float8 pages, as others have it": Operation(partial(attention, stored=FP8, told=False), holds=False),
+    "attention over int8 pages, as others have it": Operation(partial(attention, stored=INT8, told=False), holds=False),
+    "attention over float8 pages, one split, as others have it": Operation(
+        partial(attention, stored=FP8, splits=1, told=False), holds=False
+    ),
+    "attention over int8 pages, one split, as others have it": Operation(
+        partial(attention, stored=INT8, splits=1, told=False), holds=False
+    ),
     "latent attention": Operation(latent_attention),
     "latent attention over float8 rows": Operation(partial(latent_attention, stored=FP8), [(2, 4)]),
     "latent attention over float8 rows, few queries": Operation(

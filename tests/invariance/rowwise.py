@@ -108,8 +108,9 @@ def norm_and_router(real: bool) -> Form:
     weight, scorer = norm_weight(width), matrix(experts, width)
     op = add_norm_scores if real else partial(of_dense.launch_add_norm_scores, interpret=INTERPRET)
     return rowwise(
-        in_rows("stream", "part", width=width), lambda stream, part: op(part[None], stream, weight, scorer, eps=EPS)
-    )
+        in_rows("stream", "part", width=width), lambda stream, part: op(part[None], stream, weight, scorer, eps=EPS),
+        **(EXACT_PRODUCTS if real else {}),
+    )  # fmt: skip
 
 
 def norm_over_ranks(real: bool) -> Form:
@@ -372,7 +373,8 @@ ROWWISE = {
     "norm of the stream": Operation(norm_of_stream, [(2, 3), (1, 7)], "TB", most=16),
     "residual and norm": Operation(norm_of_sum, [(3, 4), (1, 2)], "TB"),
     "residual and norm, zero-centered": Operation(partial(norm_of_sum, zero_centered=True), [(3, 4), (1, 2)], "TB"),
-    "residual, norm and router": Operation(norm_and_router, [(3, 4), (1, 2)], "TB"),
+    "residual, norm and router": Operation(norm_and_router, [(3, 4), (1, 2)], "TB", most=of_dense.SCORED_ROWS),
+    "residual, norm and router, many rows": Operation(norm_and_router, [], least=of_dense.SCORED_ROWS + 1),
     "sum over ranks and norm": Operation(norm_over_ranks, [(3, 4), (1, 2)], "TB"),
     "norm and rotation of heads": Operation(norm_of_heads, [(3, 4), (1, 2)], "TB"),
     "product": Operation(partial(products, form="store"), [(4, 8), (4, 16)], "TB", real=WHOLE[:3]),

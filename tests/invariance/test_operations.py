@@ -15,6 +15,7 @@ OPERATIONS = ROWWISE | OVER_PAGES | WHOLE_LAYERS
 FEW = (
     "residual and norm, zero-centered", "norm and rotation of heads", "product, int8", "product of rounded rows onto the stream",
     "head, best alone", "experts", "choice, filtered", "attention, four splits", "attention over float8 pages",
+    "attention over int8 pages", "attention over int8 pages, one split, as others have it",
     "norm, rotation and write to int8 pages", "attention from the projection", "gated delta net, one token",
 )  # fmt: skip
 
@@ -27,9 +28,10 @@ def test_small(name: str) -> None:
     assert bool(found) != operation.holds, found
 
 
+# That bits differed here is not promised of what the mode refuses.
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("name", [name for name, operation in OPERATIONS.items() if operation.holds])
 def test_on_a_gpu(name: str) -> None:
     operation = OPERATIONS[name]
     found = differing(operation.make(True), operation.shapes, free=operation.free, moves=operation.moves, turns=3)
-    assert bool(found) != operation.holds, found
+    assert not found

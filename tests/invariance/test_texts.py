@@ -3,6 +3,7 @@ takes, on a CPU and on a GPU, and on a GPU the pair that ships."""
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,12 +14,14 @@ import jax.numpy as jnp
 import pytest
 
 import dflash_jax as dj
+from dflash_jax.checkpoints.calibration import calibrate
 from dflash_jax.checkpoints.weights import shared_weights
 from dflash_jax.compile.programs import Programs
 from dflash_jax.engine import Engine
 from dflash_jax.engine.planning import check_exact
 from dflash_jax.engine.requests import Request
 from dflash_jax.errors import ParameterError
+from dflash_jax.execution import switches
 from dflash_jax.models import DeepseekConfig, family_for
 from dflash_jax.models.heads import MarkovConfig, SelectorConfig
 from dflash_jax.models.qwen3_moe import Qwen3MoeConfig
@@ -28,6 +31,7 @@ from dflash_jax.parallel.ranks import local_ranks
 from dflash_jax.quantization.mxfp4 import Mxfp4
 from dflash_jax.quantization.weights import quantise_weights
 
+from ..devices import on
 from ..hybrid_pair import hybrid_config
 from ..models import test_gpt_oss
 from ..random_pair import VOCAB, Pair, draft_config, random_prompts, target_config
@@ -96,6 +100,17 @@ def shared(ranks: int, kind: Any = None, **options: Any) -> Pair:
     return pair
 
 
+def in_eight_bits(make: Callable[..., Pair], cache_dtype: Any) -> Pair:
+    """Of pages on scales that were found before."""
+    pair = make(cache_dtype=cache_dtype)
+    given: Any = pair.engine.weights["target"]
+    scales = calibrate(
+        pair.target, given, random_prompts(LENGTHS), cache_dtype=cache_dtype, ranks=pair.engine.programs.ranks
+    )
+    pair.engine = replace(pair.engine, cache_scales=scales)
+    return pair
+
+
 PAIRS: dict[str, Callable[..., Pair]] = {
     "heads": small,
     "windows": partial(small, target_config(windows=(20, None))),
@@ -107,6 +122,11 @@ PAIRS: dict[str, Callable[..., Pair]] = {
     "weights in int8": partial(small, kind="int8"),
     "weights in fp8": partial(small, kind="fp8"),
     "weights and rows in fp8": partial(small, kind="fp8_dynamic", max_batch=16),
+    "pages in fp8": partial(in_eight_bits, small, "fp8"),
+    "pages in int8": partial(in_eight_bits, small, "int8"),
+    "windows, pages in fp8": partial(in_eight_bits, partial(small, target_config(windows=(20, None))), "fp8"),
+    "sinks and windows, pages in int8": partial(in_eight_bits, of_gpt_oss, "int8"),
+    "two devices, pages in fp8": partial(in_eight_bits, partial(shared, 2), "fp8"),
     "pages in fp8_e5m2": partial(small, cache_dtype="fp8_e5m2"),
     "pages in int8_keys": partial(small, cache_dtype="int8_keys"),
     "latent rows in fp8": partial(small, LATENT, cache_dtype="fp8"),
@@ -117,7 +137,7 @@ PAIRS: dict[str, Callable[..., Pair]] = {
 PLACES = ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)]
 
 
-@pytest.mark.few("cpu-weights in int8", "cpu-latent rows in fp8")
+@pytest.mark.few("cpu-weights in int8", "cpu-latent rows in fp8", "cpu-pages in int8")
 @pytest.mark.parametrize("kind", PAIRS)
 @pytest.mark.parametrize("place", PLACES)
 def test_small_pairs(place: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,29 +167,39 @@ def test_small_pairs(place: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> 
     ("target", "options", "why"),
     [
         (hybrid_config(), {}, "gated delta nets sum the tokens of a block in another order"),
-        (target_config(), {"cache_dtype": "fp8"}, "over pages in 'fp8' deal keys out by how many there are"),
-        (target_config(), {"cache_dtype": "int8"}, "round a token's weights by those of its block"),
         (LATENT, {"cache_dtype": "fp8", "verify_length": 4}, "the kernel for up to 16 queries over latent rows"),
     ],
-    ids=["gated delta nets", "fp8", "int8", "few latent queries"],
+    ids=["gated delta nets", "few latent queries"],
 )
 def test_refused(target: Any, options: Any, why: str) -> None:
     with pytest.raises(ParameterError, match=why):
         check_exact(target, draft_config(), LoadOptions(exact=True, **options))
 
 
-def test_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On other GPUs than Hopper, where its kernels would attend."""
-    from ..devices import on
-
-    monkeypatch.setattr("dflash_jax.execution.plan._has_triton", lambda: True)
-    with (
-        on("NVIDIA A100-SXM4-80GB"),
-        pytest.raises(ParameterError, match="Triton's kernels of attention, which NVIDIA A100"),
-    ):
-        check_exact(target_config(), None, LoadOptions(exact=True))
+@pytest.mark.parametrize("kept", ["fp8", "int8"])
+def test_pages_in_eight_bits_where_they_have_run(kept: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a Hopper GPU behind a switch; XLA attends to them elsewhere."""
+    options = LoadOptions(exact=True, cache_dtype=kept)
+    for name in ("NVIDIA A100-SXM4-80GB", "cpu"):
+        with on(name) if name != "cpu" else nullcontext():
+            check_exact(target_config(), None, options)
     with on("NVIDIA H200"):
+        with pytest.raises(ParameterError, match=f"over pages in '{kept}' that gives each token its own order of keys"):
+            check_exact(target_config(), None, options)
+        check_exact(LATENT, None, LoadOptions(exact=True, cache_dtype="fp8", verify_length=None))
+        monkeypatch.setattr(switches, "EXACT_EIGHT_BITS", True)
+        check_exact(target_config(), None, options)
+
+
+def test_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On other GPUs than Hopper, where its kernel would attend to latent rows. To pages of heads XLA attends then."""
+    monkeypatch.setattr("dflash_jax.execution.plan._has_triton", lambda: True)
+    with on("NVIDIA A100-SXM4-80GB"):
         check_exact(target_config(), None, LoadOptions(exact=True))
+        with pytest.raises(ParameterError, match="Triton's kernel of latent attention, which NVIDIA A100"):
+            check_exact(LATENT, None, LoadOptions(exact=True))
+    with on("NVIDIA H200"):
+        check_exact(LATENT, None, LoadOptions(exact=True))
 
 
 @pytest.fixture(scope="module", params=[1, 8, 32])
@@ -192,3 +222,19 @@ def test_the_shipped_pair(model: dj.Model, sampled: bool) -> None:
     drafted = [row.token_ids for row in served()]
     assert [row.token_ids for row in served(draft=False)] == drafted
     assert [dj.generate(model, *one).token_ids for one in zip(prompts, each, strict=True)] == drafted
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("max_batch", [1, 8])
+@pytest.mark.parametrize("kept", ["fp8", "int8"])
+def test_the_shipped_pair_over_pages_in_eight_bits(kept: Any, max_batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of its texts are sampled."""
+    monkeypatch.setattr(switches, "EXACT_EIGHT_BITS", True)
+    prompts = [row["text"] for row in json.loads(PROMPTS.read_text())][:40]
+    options: Any = {"exact": True, "dtype": "bfloat16", "max_batch": max_batch, "max_model_len": 512}
+    found = dj.load(cache_dtype=kept, calibration=prompts[:8], **options)
+    each = [params(index % 2 == 1, index) for index in range(len(prompts))]
+    served: Any = partial(dj.generate, found, prompts, each)
+    drafted = [row.token_ids for row in served()]
+    assert [row.token_ids for row in served(draft=False)] == drafted
+    assert [dj.generate(found, *one).token_ids for one in zip(prompts, each, strict=True)] == drafted

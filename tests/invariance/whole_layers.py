@@ -192,14 +192,14 @@ def delta_one_token(real: bool) -> Form:
 
 
 def delta_folding(real: bool) -> Form:
-    """The state after each number of a block's tokens, from the same factors."""
+    """The state after each number of a block's tokens, from factors that have the same bits: see the verification."""
     shape, weights, states = delta_net(real)
     op: Any = partial(delta_fold, implementation="mosaic_gpu") if real else partial(launch_fold, interpret=INTERPRET)
+    made: Any = partial(delta_verify, implementation="mosaic_gpu" if real else "reference")
 
     def draw(call: Call) -> Any:
         state, rows = states(call), numbers(call, shape.columns)
-        made = jax.jit(partial(delta_verify, shape=shape, eps=EPS, implementation="reference"))(rows, weights, state)
-        return state, made[1]
+        return state, made(rows, weights, state, shape, eps=EPS)[1]
 
     def run(args: Any) -> Any:
         state, factors = args

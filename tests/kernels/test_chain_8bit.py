@@ -59,10 +59,12 @@ def with_outliers(call: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.few("float8*")
-@pytest.mark.parametrize(("kind", "rows", "ctas"), [(jnp.int8, 3, 9), (jnp.float8_e4m3fn, 11, 6)])
-def test_products(kind: Any, rows: int, ctas: int) -> None:
-    small, wide = narrowed(products.make(rows, SMALL), kind)
-    products.check(wide, products.interpreted(small, ctas))
+@pytest.mark.parametrize(
+    ("kind", "rows", "ctas", "zero_centered"), [(jnp.int8, 3, 9, False), (jnp.float8_e4m3fn, 11, 6, True)]
+)
+def test_products(kind: Any, rows: int, ctas: int, zero_centered: bool) -> None:
+    small, wide = narrowed(products.make(rows, SMALL, zero_centered=zero_centered), kind)
+    products.check(wide, products.interpreted(small, ctas, zero_centered), zero_centered)
 
 
 @pytest.mark.parametrize(("kind", "lost", "binades"), [(jnp.int8, 1 / 32640, 7), (jnp.float8_e4m3fn, 2**-21, 13)])
@@ -100,7 +102,7 @@ def test_the_definition(kind: Any) -> None:
 @pytest.mark.parametrize("sizes", [products.QWEN3_4B, products.QWEN3_8B])
 def test_schedule(sizes: dict[str, int]) -> None:
     """Every weight is in one slot, activations and weights of a slot are the same columns, and both rings fit."""
-    found = plan(live=16, ctas=132, eps=1e-6, itemsize=1, **sizes)
+    found = plan(live=16, ctas=132, eps=1e-6, itemsize=1, **sizes)  # type: ignore[arg-type]
     for product in found.products:
         assert product.k_tiles * 256 == product.matrices * product.depth
         assert product.splits * product.tiles <= 132
@@ -124,7 +126,7 @@ def test_lowers_for_an_h200(kind: Any, rows: int) -> None:
 
 def test_refusals_name_their_reason() -> None:
     with pytest.raises(NotImplementedError, match="widths that 256 divides, not inner 640"):
-        plan(live=1, ctas=132, eps=1e-6, itemsize=1, **(SMALL | {"inner": 640}))
+        plan(live=1, ctas=132, eps=1e-6, itemsize=1, **(SMALL | {"inner": 640}))  # type: ignore[arg-type]
     small, _ = narrowed(products.make(1, SMALL), jnp.int8)
     with pytest.raises(
         NotImplementedError, match="not bfloat16, bfloat16, bfloat16, int8, int8, int8, int8, or weights all in int8"
@@ -146,6 +148,17 @@ def test_products_at_full_size(kind: Any, rows: int, outliers: bool) -> None:
 
     out, again = run(small), run(small)
     products.check(wide, out)
+    assert all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in zip(out, again, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_products_between_gated_delta_nets(kind: Any) -> None:
+    """Norms zero-centered, and gates' rows in two numbers behind a projection of Qwen3.5-9B."""
+    sizes = {"hidden": 4096, "heads_width": 4096, "inner": 12288, "next_width": 12352 + 64}
+    small, wide = narrowed(products.make(16, sizes, zero_centered=True), kind)
+    out, again = (products.on_gpu(small, zero_centered=True) for _ in range(2))
+    products.check(wide, out, zero_centered=True)
     assert all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in zip(out, again, strict=True))
 
 

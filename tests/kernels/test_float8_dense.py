@@ -146,16 +146,19 @@ def test_first_rows_are_those_of_all() -> None:
     check("store", call, every)
 
 
-def test_onto_the_stream() -> None:
+@pytest.mark.parametrize("zero_centered", [False, True])
+def test_onto_the_stream(zero_centered: bool) -> None:
     x, weight, scales = make(70, 512, 256)
-    stream, norm = numbers(70, 512).clip(-4, 4), (1 + 0.1 * jnp.sin(jnp.arange(512.0))).astype(jnp.bfloat16)
-    ours = launch_onto(x, weight, scales, stream, norm, eps=1e-6, multiprocessors=4, interpret=INTERPRET)
-    added, rows = float8_onto(x, weight, scales, stream, norm, eps=1e-6, paired=True)
+    stream, offset = numbers(70, 512).clip(-4, 4), 0.1 * jnp.sin(jnp.arange(512.0))
+    norm = (offset + (not zero_centered)).astype(jnp.bfloat16)
+    how: Any = {"eps": 1e-6, "zero_centered": zero_centered}
+    ours = launch_onto(x, weight, scales, stream, norm, **how, multiprocessors=4, interpret=INTERPRET)
+    added, rows = float8_onto(x, weight, scales, stream, norm, **how, paired=True)
     true = np.asarray(stream, np.float64) + truth("split_k", x, weight, scales)
     for found, _ in (ours, (added, rows)):
         assert found.dtype == stream.dtype
         assert np.abs(np.asarray(found, np.float64) - true).max() <= 2.0**-8 * np.abs(true).max()
-    normed = true / np.sqrt((true**2).mean(-1, keepdims=True) + 1e-6) * np.asarray(norm, np.float64)
+    normed = true / np.sqrt((true**2).mean(-1, keepdims=True) + 1e-6) * (np.asarray(norm, np.float64) + zero_centered)
     expected = np.asarray(interleave_columns(jnp.asarray(normed)), np.float64)
     for _, found in (ours, (added, rows)):
         wide = np.asarray(found.values, np.float64) * np.asarray(found.scales, np.float64)[:, None]
@@ -259,13 +262,17 @@ def test_full_size_rounds_as_defined(rows: int, width: int) -> None:
 
 
 @pytest.mark.gpu
-def test_full_size_onto() -> None:
+@pytest.mark.parametrize("zero_centered", [False, True])
+def test_full_size_onto(zero_centered: bool) -> None:
     x, weight, scales = make(512, 2560, 9728)
-    stream, norm = numbers(512, 2560).clip(-4, 4), jnp.ones((2560,), jnp.bfloat16)
+    norm = (0.1 * jnp.sin(jnp.arange(2560.0)) + (not zero_centered)).astype(jnp.bfloat16)
+    stream, how = numbers(512, 2560).clip(-4, 4), {"eps": 1e-6, "zero_centered": zero_centered}
     ours, theirs = (
-        float8_onto(x, weight, scales, stream, norm, eps=1e-6, paired=True, implementation=name)
+        float8_onto(x, weight, scales, stream, norm, **how, paired=True, implementation=name)
         for name in ("mosaic_gpu", "xla")
     )
+    streams: Any
+    rows: Any
     streams, rows = zip(ours, theirs, strict=True)
     wide = [np.asarray(one.values, np.float32) * np.asarray(one.scales)[:, None] for one in rows]
     for found, expected in (np.asarray(streams, np.float32), wide):

@@ -29,7 +29,7 @@ def interpret(request: pytest.FixtureRequest) -> Any:
     return plgpu.InterpretGPUParams() if request.param == "interpreted" else None
 
 
-STATIC = ("causal", "window", "soft_cap", "scale", "alibi_sqrt", "tuning", "interpret")
+STATIC = ("causal", "window", "soft_cap", "scale", "alibi_sqrt", "batch_invariant", "tuning", "interpret")
 
 
 @functools.partial(jax.jit, static_argnames=STATIC)
@@ -37,8 +37,8 @@ def call(*arrays, sinks=None, **options):
     return tuned(*arrays, sinks=sinks, **options)
 
 
-def run(case: Case, tuning: Tuning, interpret: Any) -> tuple[np.ndarray, np.ndarray]:
-    options = MASK | case.options | {"scale": case.scale}
+def run(case: Case, tuning: Tuning, interpret: Any, **more: Any) -> tuple[np.ndarray, np.ndarray]:
+    options = MASK | case.options | {"scale": case.scale} | more
     options["window"] = options["window"] or (None, None)
     out, lse = call(*case.arrays(), **options, tuning=tuning, interpret=interpret)
     assert out.dtype == case.q.dtype
@@ -46,9 +46,9 @@ def run(case: Case, tuning: Tuning, interpret: Any) -> tuple[np.ndarray, np.ndar
     return np.asarray(out), np.asarray(lse)
 
 
-def check(case: Case, tuning: Tuning, interpret: Any) -> None:
+def check(case: Case, tuning: Tuning, interpret: Any, **more: Any) -> None:
     """Against float64: the output is rounded once to its dtype, and so are the weights that multiply the values."""
-    (out, lse), (true_out, true_lse) = run(case, tuning, interpret), oracle(case)
+    (out, lse), (true_out, true_lse) = run(case, tuning, interpret, **more), oracle(case)
     eps = float(jnp.finfo(case.q.dtype).eps)
     np.testing.assert_allclose(out.astype(np.float64), true_out, rtol=0, atol=eps * max(np.abs(true_out).max(), 1))
     # int8 keys meet queries of two bytes a number; a GPU's exponentials are approximate.

@@ -54,6 +54,19 @@ def test_agrees_with_float64(name: str, interpret: Any) -> None:
     check(*case_of(name), interpret)
 
 
+@pytest.mark.few("interpreted-left", "interpreted-int8")
+@pytest.mark.parametrize("name", [name for name in CASES if "alibi" not in name and name != "int8-wide"])
+def test_rows_of_their_own_agree_with_float64(name: str, interpret: Any) -> None:
+    """`batch_invariant`: splits that take turns, offsets and units of each row."""
+    check(*case_of(name), interpret, batch_invariant=True)
+
+
+@pytest.mark.parametrize("name", ["cap-alibi", "int8-wide"])
+def test_rows_of_their_own_have_no_cap_or_alibi(name: str) -> None:
+    with pytest.raises(NotImplementedError, match="batch_invariant over pages of one byte without a soft cap"):
+        check(*case_of(name), plgpu.InterpretGPUParams(), batch_invariant=True)
+
+
 @pytest.mark.parametrize(("stored", "interpret"), ONCE_INTERPRETED, indirect=["interpret"])
 def test_float16_queries(stored: Any, interpret: Any) -> None:
     """Ten bits of fraction in queries and outputs, three more than bfloat16 has."""
@@ -71,11 +84,13 @@ def test_float16_queries(stored: Any, interpret: Any) -> None:
 
 @pytest.mark.parametrize(("stored", "interpret"), ONCE_INTERPRETED, indirect=["interpret"])
 def test_scores_that_rise_and_fall(stored: Any, interpret: Any) -> None:
-    """Scores of tile after tile differ by thousands, so that the base has to follow, and what came before has to vanish."""
+    """Scores of tile after tile differ by thousands, so that the base has to follow, and what came before has to vanish; for each
+    row by itself, too."""
     case = make_case([256, 130], t=2, group=2, page_size=64, head_dim=64, stored=stored, dtype=jnp.bfloat16, scale=4.0)
     for page in range(len(case.k_pages)):
         case.k_pages[page] = (case.k_pages[page].astype(np.float32) * (0.1, 1, 0.4)[page % 3]).astype(stored)
-    check(case, Tuning(splits=1), interpret)
+    for alone in (False, True):
+        check(case, Tuning(splits=1), interpret, batch_invariant=alone)
 
 
 @pytest.mark.parametrize(("stored", "interpret"), ONCE_INTERPRETED, indirect=["interpret"])
@@ -130,6 +145,12 @@ def test_queries_of_any_size(stored: Any, interpret: Any) -> None:
     apart = 0 if stored == FP8 else 2**-8 * np.abs(expected).max()
     np.testing.assert_allclose(found[spared], expected[spared], rtol=0, atol=apart)
     assert np.isnan(found[~spared]).all()
+    alone, _ = run(case, Tuning(splits=1), interpret, batch_invariant=True)
+    alone = alone[0].astype(np.float32)
+    assert np.isnan(alone[~spared]).all()
+    case.q[~np.isfinite(case.q)] = 0
+    theirs, _ = run(case, Tuning(splits=1), interpret, batch_invariant=True)
+    assert (alone[spared] == theirs[0].astype(np.float32)[spared]).all()
 
 
 @pytest.mark.few("int8*")
@@ -144,9 +165,13 @@ def test_lowers_for_an_h200_with_every_option(stored: Any, t: int, head_dim: int
     k_scale, v_scale = ((9, 2, page_size), (2, head_dim)) if stored == jnp.int8 else ((2,), (2,))
     given = {"sinks": shape((8,), jnp.float32), "alibi_slopes": shape((8,), jnp.float32)}
     given |= {"k_scale": shape(k_scale, jnp.float32), "v_scale": shape(v_scale, jnp.float32)}
-    mask = {"causal": False, "window": (70, 3), "soft_cap": 30.0, "scale": 0.1, "alibi_sqrt": t == 1}
+    mask: dict[str, Any] = {"causal": False, "window": (70, 3), "soft_cap": 30.0, "scale": 0.1, "alibi_sqrt": t == 1}
+    how: Any = {"tuning": Tuning(splits=2), "interpret": None}
     with h200():
-        traced = call.trace(q, pages, pages, table, lens, lens, **given, **mask, tuning=Tuning(), interpret=None)
+        traced = call.trace(q, pages, pages, table, lens, lens, **given, **mask, **how)
+        assert "@mosaic_gpu_v2" in traced.lower(lowering_platforms=("cuda",)).as_text()
+        given, mask = {**given, "alibi_slopes": None}, mask | {"soft_cap": None, "batch_invariant": True}
+        traced = call.trace(q, pages, pages, table, lens, lens, **given, **mask, **how)
         assert "@mosaic_gpu_v2" in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 

@@ -189,7 +189,7 @@ def test_scales_in_column_order(rows: int, dtype: Any) -> None:
     scales = np.arange(1, rows * 3 + 1).reshape(rows, 3).astype(dtype)
     found = np.asarray(column_scales(jnp.asarray(scales)))
     assert found.shape[0] == 3
-    assert found.strides[0] % 16 == 0
+    assert not found.size or found.strides[0] % 16 == 0
     assert 0 <= found.shape[1] - rows < 16 // found.itemsize
     np.testing.assert_array_equal(found[:, :rows], scales.T)
     assert not found[:, rows:].any()

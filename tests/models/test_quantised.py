@@ -33,10 +33,12 @@ def matrix(dtype: Any = jnp.float32, width: int = 24) -> jax.Array:
 
 
 def dequantised(weight: Quantised) -> np.ndarray:
-    values = np.asarray(weight.values, np.float64)
+    values, count = np.asarray(weight.values, np.float64), weight.shape[0]
     if weight.paired:  # column 2 i + h of a block of sixteen is its column 8 h + i
         values = np.concatenate([values.reshape(len(values), -1, 16)[:, :, h::2] for h in (0, 1)], axis=2)
-    return values.reshape(weight.shape) * np.asarray(weight.scales, np.float64)[:, None]
+    rows = values.reshape(weight.values.shape) * np.asarray(weight.scales, np.float64)[:, None]
+    rows[count - weight.doubled : count] += rows[count:]
+    return rows[:count]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -75,8 +77,10 @@ def test_which_parameters_are_quantised() -> None:
         "layers.0.attn.kv_b_proj.weight": False, "layers.0.mlp.router.weight": False, "norm.weight": False,
         "layers.0.mlp.experts.gate_up_proj.weight": False, "layers.0.mlp.shared.down_proj.weight": True,
         "layers.0.mlp.down_proj.weight": True, "layers.0.attn.q_norm.weight": False, "lm_head.weight": True,
+        "layers.1.delta.in_proj.weight": True, "layers.1.delta.conv": False, "layers.1.delta.a_log": False,
+        "layers.1.delta.out_proj.weight": True,
     }  # fmt: skip
-    params = {name: jnp.ones((4, 8)) for name in names}
+    params = {name: jnp.ones((4, 8)) for name in names} | {"layers.1.delta.a_log": jnp.ones(1)}
     result = quantise_weights(params, "int8")
     assert {name: isinstance(array, Quantised) for name, array in result.items()} == names
     assert list(result) == list(names)
@@ -115,11 +119,15 @@ def test_many_rows_are_rounded_by_their_own_largest(dtype: Any, width: int) -> N
     np.testing.assert_array_equal(best_rows(x[sound][:64], weight), jnp.argmax(linear(x[sound][:64], weight), axis=-1))
 
 
-def test_layers_that_round_rows_as_one_operation_each() -> None:
-    """The same as layers called one by one, whose products round what they multiply."""
+@pytest.mark.parametrize("paired", [False, True])
+def test_layers_that_round_rows_as_one_operation_each(paired: bool) -> None:
+    """The same as layers called one by one, whose products round what they multiply; entries of a head turn with those half a head
+    away, or with those beside them."""
     model = dj.load(max_batch=1, max_model_len=128, weight_dtype="fp8_dynamic", draft=False)
     weights: Any = model.engine.weights["target"]
-    target = bind(model.target, weights)
+    target = bind(
+        dataclasses.replace(model.target, rope=dataclasses.replace(model.target.rope, paired=paired)), weights
+    )
     x = jax.random.normal(jax.random.key(0), (5, 16, model.target.hidden_size)) * 0.1
     rotary = target.rotary(jnp.broadcast_to(jnp.arange(16), (5, 16)))
 
@@ -140,7 +148,7 @@ def test_layers_that_round_rows_as_one_operation_each() -> None:
 )
 def test_layers_that_round_rows_one_by_one(changes: dict[str, Any], fitting: bool) -> None:
     """Where projections have biases, or some of their matrices lie in pairs and others not."""
-    sizes = {
+    sizes: dict[str, Any] = {
         "vocab_size": 8,
         "hidden_size": 32,
         "intermediate_size": 48,
@@ -157,7 +165,8 @@ def test_layers_that_round_rows_one_by_one(changes: dict[str, Any], fitting: boo
 
 
 def test_a_bias_is_added_to_rows_that_are_rounded() -> None:
-    layer, x = Linear(48, 32, bias=True), jax.random.normal(jax.random.key(0), (2, MANY_ROWS, 32))
+    layer: Any = Linear(48, 32, bias=True)
+    x = jax.random.normal(jax.random.key(0), (2, MANY_ROWS, 32))
     weight = quantise(jax.random.normal(jax.random.key(1), (48, 32)), "fp8_dynamic")
     layer.weight, layer.bias = nnx.Param(weight), nnx.Param(100 * jnp.arange(1.0, 49))
     rounded = np.asarray(x, np.float64) @ dequantised(weight).T

@@ -17,6 +17,7 @@ from dflash_jax.models.moe import own_choices
 from dflash_jax.models.qwen3_moe import Qwen3MoeConfig
 from dflash_jax.parallel import collectives
 from dflash_jax.parallel.ranks import local_ranks
+from dflash_jax.quantization.weights import quantise_shares, quantise_weights
 
 from ..hybrid_pair import hybrid_config
 from ..random_pair import Pair, draft_config, random_params
@@ -49,16 +50,20 @@ DRAFT = replace(
 OPTIONS: Any = {"max_model_len": 64, "page_size": 16, "max_batch": 1, "dtype": jnp.dtype("float32")}
 
 
-@pytest.mark.few("latents", "shared")
-@pytest.mark.parametrize("kind", TARGETS)
-def test_greedy(kind):
+@pytest.mark.few("latents-None", "shared-None")
+@pytest.mark.parametrize(("kind", "weight_dtype"), [*((kind, None) for kind in TARGETS), ("states", "fp8")])
+def test_greedy(kind, weight_dtype):
     target, ranks = TARGETS[kind], local_ranks(2)
     assert ranks is not None
-    pair = Pair(target, DRAFT, **OPTIONS)
+    pair: Any = Pair(target, DRAFT, **OPTIONS)
+    if weight_dtype is not None:
+        pair.engine.weights["target"] = quantise_weights(random_params(target, 0), weight_dtype)
     prompts = [np.random.default_rng(2).integers(0, 90, 12).tolist()]
     expected = pair.run(prompts)[:2]
     weights = {"target": random_params(target, 0), "draft": random_params(DRAFT, 1, 1.0)}
-    shared = shared_weights([(target, family_for(target)), (DRAFT, family_for(DRAFT))], weights, ranks)
+    shared: Any = shared_weights([(target, family_for(target)), (DRAFT, family_for(DRAFT))], weights, ranks)
+    if weight_dtype is not None:
+        shared["target"] = quantise_shares(shared["target"], weight_dtype, ranks)
     pair.engine = Engine(target, DRAFT, shared, programs=Programs(ranks=ranks), **OPTIONS)
     assert pair.run(prompts)[:2] == expected
     if kind == "states":

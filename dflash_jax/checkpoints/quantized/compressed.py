@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from dflash_jax.checkpoints.cache_scales import is_scale
 from dflash_jax.checkpoints.quantized.dequantized import (
     Decoder,
     bytes_from,
@@ -56,7 +57,7 @@ _DTYPES = {("float", 8): "F8_E4M3", ("int", 8): "I8"}
 _DECODERS: Mapping[str, Decoder] = {"F8_E4M3": float8, "I8": signed_bytes}
 _UNPACKERS: Mapping[int, Decoder] = {4: pairs_from(-8), 8: bytes_from(-128)}
 _PARTS = ("scale", "zero_point", "g_idx")
-# Of a matrix, beside what its numbers are made of.
+# Of a matrix, beside what its numbers are made of; but `output_scale` of keys and values, which is that of their pages.
 _BESIDE = "weight_shape input_scale input_zero_point input_global_scale output_scale output_zero_point".split()
 
 
@@ -141,13 +142,19 @@ def _read_strategy(said: Mapping[str, Any], where: str) -> tuple[Block, str]:
         return PER_ROW, "with a scale for each row"
     if strategy == "group" and isinstance(size, int) and size > 0:
         return (1, size), f"in groups of {size}"
-    if strategy == "block" and (pair := positive_pair(said.get("block_structure"))) is not None:
+    if strategy == "block" and (pair := _pair(said.get("block_structure"))) is not None:
         return pair, f"in blocks of {pair[0]} x {pair[1]}"
     raise ConfigError(
         f"config.json says strategy={shown(strategy)}, group_size={shown(size)}, block_structure="
         f"{shown(said.get('block_structure'))} in {where}, expected tensor, channel, group with a positive group_size, or block "
         "with block_structure of two positive integers"
     )
+
+
+def _pair(structure: Any) -> tuple[int, int] | None:
+    """Rows and columns of a block; older files have them as a text, "128x128"."""
+    parts = structure.split("x") if isinstance(structure, str) else ()
+    return positive_pair([int(part) for part in parts if part.isdecimal()] if parts else structure)
 
 
 def _read_activations(said: Any) -> list[str]:
@@ -167,7 +174,7 @@ def _find(
         if not own or module == weight or (weight != name) != (codes.dtype == "I32") or weight in lost:
             continue
         parts = {end: tensors[one] for end in _PARTS if (one := f"{weight}_{end}") in tensors}
-        beside = [one for end in _BESIDE if (one := f"{module}.{end}") in tensors]
+        beside = [one for end in _BESIDE if (one := f"{module}.{end}") in tensors and not is_scale(one)]
         matrix = _matrix(weight, codes, parts, own, problems)
         found[weight] = Found(matrix, [name, *(one.name for one in parts.values()), *beside])
     return found

@@ -37,9 +37,9 @@ def take_release(values: Mapping[str, Any]) -> tuple[dict[str, Any], Release | N
     """
     kept, release = _without(values)
     text = values.get("text_config")
-    if release is None and isinstance(text, Mapping):
-        inner, release = _without(text)
-        kept = {**values, "text_config": inner} if release is not None else kept
+    if isinstance(text, Mapping) and (release is None or text.get(KEY) == values[KEY]):  # some tools write it twice
+        inner, own = _without(text)
+        kept, release = ({**kept, "text_config": inner}, own) if own is not None else (kept, release)
     return kept, release
 
 

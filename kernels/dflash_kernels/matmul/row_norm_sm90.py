@@ -66,13 +66,14 @@ def add_norm_scores(
 
 
 def add_norm_float8(
-    parts: jax.Array, residual: jax.Array, weight: jax.Array, *, eps: float, interpret: Any = None
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    parts: jax.Array, residual: jax.Array, weight: jax.Array, *, eps: float, zero_centered: bool = False,
+    interpret: Any = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """`residual + sum(parts)`, and its norm as `float8_rows` gives it; `parts [split_k, M, D]`, `residual [M, D]`."""
 
     def body(parts, before, weight, residual, words, scales):
         row = lax.axis_index("row")
-        added, normed = _add_norm_row(parts, before, weight, row, eps, False)
+        added, normed = _add_norm_row(parts, before, weight, row, eps, zero_centered)
         store(residual.at[row], added)
         _store_float8(normed.astype(jnp.float32), words, scales, row)
 

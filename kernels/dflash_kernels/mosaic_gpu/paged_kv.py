@@ -140,6 +140,11 @@ class Work:
         """Tiles of this split from one of its own on and below `end`."""
         return lax.div(jnp.maximum(end - begin, 0) + (self.stride - 1), jnp.int32(self.stride))
 
+    @property
+    def last(self) -> Any:
+        """The last tile of a split that has any."""
+        return self.end - 1 if self.stride == 1 else self.begin + (self.count(self.begin, self.end) - 1) * self.stride
+
     def tokens(self, layout: Any, rows: int | None = None) -> Any:
         """Query token of each row of a warpgroup."""
         return row_tokens(rows or self.launch.rows, self.first_row, self.launch.group, layout)

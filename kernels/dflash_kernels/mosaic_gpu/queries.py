@@ -109,7 +109,7 @@ def ask_for_scaled(source, first_row, *, count: int) -> list[Any]:
     return [th.as_array(words) for words in found]
 
 
-def _put_scaled_interpreted(source, target, factors, memory, first_row, rows, asked):
+def _put_scaled_interpreted(source, target, factors, memory, first_row, rows, asked, *, by_row: bool = False):
     del asked, memory
     count = factors.shape[0]
     plain = source[...].reshape(-1, source.shape[2])
@@ -121,38 +121,40 @@ def _put_scaled_interpreted(source, target, factors, memory, first_row, rows, as
     finite = jnp.isfinite(plain).all(axis=1)
     if source.dtype == target.dtype:
         exponent = jnp.zeros_like(exponent)
-    if target.dtype == jnp.int8:
+    if target.dtype == jnp.int8 and not by_row:
         exponent = jnp.full_like(exponent, jnp.max(jnp.where(finite, exponent, -107 - 14)))
     scaled, factor = (jnp.ldexp(x, e) for x, e in ((plain, -exponent[:, None]), (jnp.ones_like(top), exponent)))
     if target.dtype == jnp.int8:
-        factors[...] = jnp.where(finite, 0.0, jnp.nan)
+        factors[...] = jnp.where(finite, factor if by_row else 0.0, jnp.nan)
         whole = jnp.minimum(jnp.round(jnp.where(jnp.isfinite(scaled), scaled, 0.0)).astype(jnp.int32), 2**15 - 129)
         upper = (whole + 128) >> 8
         target[...] = jnp.concatenate([upper, whole - 256 * upper]).astype(jnp.int8)
-        return factor[0]
+        return None if by_row else factor[0]
     target[...] = in_key_order(scaled).astype(target.dtype)
     factors[...] = factor
     return None
 
 
 @thread_op(
-    args=lambda source, target, *_: (GLOBAL, tile_of(target), GLOBAL, GLOBAL, SCALAR, SCALAR, WORDS.layout),
-    returns=lambda source, target, *_: FACTOR if target.dtype == jnp.int8 else None,
+    args=lambda source, target, *_, **__: (GLOBAL, tile_of(target), GLOBAL, GLOBAL, SCALAR, SCALAR, WORDS.layout),
+    returns=lambda source, target, *_, by_row=False: FACTOR if target.dtype == jnp.int8 and not by_row else None,
     interpret=_put_scaled_interpreted,
 )
-def put_scaled(source, target, factors, memory, first_row, rows, asked):
+def put_scaled(source, target, factors, memory, first_row, rows, asked, *, by_row: bool = False):
     """What `ask_for_scaled` of `source` has asked for to shared memory, scaled: a largest number comes to between 2^14 and 2^15.
 
     Args:
       target: `[N, H]` float16, given rows `first_row` and on in the keys' order, each row times its own power, those of float16 as
-        they are; or `[2 N, H]` int8, numbers times the power of the largest finite row, rounded to `256 * hi + lo`, all hi first.
+        they are; or `[2 N, H]` int8, numbers times the power of the largest finite row, or of their own with `by_row`, rounded to
+        `256 * hi + lo`, all hi first.
       factors: `[N]` float32 in shared memory, given what scores have to be multiplied with; for int8, NaN where a row is not
-        finite throughout and 0 elsewhere.
+        finite throughout and 0 elsewhere but with `by_row`.
       memory: four words of shared memory for int8.
       rows: of the source's rows `t * G + g` the first so many are wanted, zeros take the place of others.
 
     Returns:
-      What all scores have to be multiplied with, a float32 scalar, for int8; else None. All threads may read afterwards.
+      What all scores have to be multiplied with, a float32 scalar, for int8 without `by_row`; else None. All threads may read
+      afterwards.
     """
     asked = [th.as_words(array) for array in asked]
     i32, f32 = th.i32(), ir.F32Type.get()
@@ -170,14 +172,14 @@ def put_scaled(source, target, factors, memory, first_row, rows, asked):
         held.append([arith.select(exists, word, utils.c(0, i32)) for word in loaded])
         as_they_are = utils.c(127 + _HIGHEST, i32), None
         found.append(_exponent_of_row(held[-1], sharing, wide) if wide or split else as_they_are)
-    common = _largest(found, sharing, memory) if split else None
+    common = _largest(found, sharing, memory) if split and not by_row else None
     for (row, column), words, (exponent, finite) in zip(units, held, found, strict=True):
         inside = arith.andi(th.below(row, count), th.below(column, 2 * head_dim))
         exponent = exponent if common is None else common
         times = utils.bitcast(th.shift_left(arith.subi(utils.c(254 + _HIGHEST, i32), exponent), 23), f32)
         inverse = th.shift_left(th.sub(exponent, _HIGHEST), 23)
         if split:
-            inverse = arith.select(finite, utils.c(0, i32), utils.c(_NAN, i32))
+            inverse = arith.select(finite, inverse if by_row else utils.c(0, i32), utils.c(_NAN, i32))
             pairs = [_hi_lo(words[i], words[i + 1], times, wide) for i in range(0, 8, 2)]
             parts = [[pair[part] for pair in pairs] for part in range(2)]
             inner = [th.within(th.add(row, part * count), th.div(column, 2), columns // 2, width) for part in range(2)]
@@ -190,9 +192,7 @@ def put_scaled(source, target, factors, memory, first_row, rows, asked):
         leads = arith.andi(inside, th.below(column, 1))
         th.when(leads, "st.shared.b32 [$0], $1;", th.add(th.address(factors, space=3), th.mul(row, 4)), inverse)
     mgpu.commit_shared()
-    if split:
-        return utils.bitcast(th.shift_left(th.sub(common, _HIGHEST), 23), f32)
-    return None
+    return None if common is None else utils.bitcast(th.shift_left(th.sub(common, _HIGHEST), 23), f32)
 
 
 def _largest(found: list, sharing: int, tops):

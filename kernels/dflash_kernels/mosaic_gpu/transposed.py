@@ -25,7 +25,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
+from jaxlib.mlir.dialects import arith, llvm, math, nvvm, vector
 
 from dflash_kernels.core.device import MATRIX_ROWS as KEYS
 from dflash_kernels.mosaic_gpu import convert
@@ -109,6 +109,21 @@ def _joined(halves) -> Any:
         upper, lower = halves.registers[place], halves.registers[place[0], place[1] + shape[1] // 8, *place[2:]]
         bits = vector.broadcast(upper.type, utils.c(8, th.i32()))
         registers[place] = arith.sitofp(pair, arith.addi(arith.shli(upper, bits), lower))
+    return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
+
+
+@thread_op(
+    args=(MATRIX, MATRIX, MATRIX), returns=lambda scores, *_: matrix(scores.shape),
+    interpret=lambda scores, factors, offsets: scores * factors - offsets,
+)  # fmt: skip
+def exponents(scores, factors, offsets):
+    """`scores * factors - offsets`, all `[64, N]`, rounded once wherever it stands: of a product and a difference a compiler makes
+    one instruction in some places and two in others.
+    """
+    registers = np.empty_like(scores.registers)
+    for place in np.ndindex(registers.shape):
+        less = arith.negf(offsets.registers[place])
+        registers[place] = math.fma(scores.registers[place], factors.registers[place], less)
     return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)
 
 

@@ -47,6 +47,7 @@ def paged_attention(
     scale: float | None = None,
     return_lse: bool = False,
     schedule: PagedSchedule | None = None,
+    batch_invariant: bool = False,
     implementation: str | Sequence[str] | None = None,
 ) -> Float[Array, "B T N V"] | tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
     """Decode, verification and draft attention: T query tokens for each sequence over its pages.
@@ -75,6 +76,9 @@ def paged_attention(
       return_lse: also return the natural-log sum of exponentials, float32, sinks included.
       schedule: from `paged_schedule` of the same lengths, for all layers of a step: which CTA takes which part. Changes speed and
         rounding only, and is ignored where nothing uses it.
+      batch_invariant: a query's bits are the same in whatever slot and place of the block it stands and whatever the others
+        hold, in calls of one shape: keys are added in parts by where they lie, and no schedule is followed. XLA's are so as far as
+        its products are.
       implementation: a name, names to try in order, or None for the best that takes the call.
 
     Returns:
@@ -101,11 +105,13 @@ def paged_attention(
         )
     if q_lens is None:
         q_lens = jnp.full((b,), q.shape[1], jnp.int32)
+    schedule = None if batch_invariant else schedule
     with jax.named_scope("paged_attention"):
         out, lse = first_fitting(
             "paged_attention", IMPLEMENTATIONS, implementation, q, k_pages, v_pages, page_table, seq_lens, q_lens,
             **fitting_options(window, soft_cap, scale, h), causal=causal, sinks=sinks, alibi_slopes=alibi_slopes,
             alibi_sqrt=alibi_sqrt, k_scale=fitting_scale(k_scale, k_pages, "k_scale", k_pages.shape[:3]),
             v_scale=fitting_scale(v_scale, v_pages, "v_scale", v_pages.shape[1::2]), schedule=schedule,
+            batch_invariant=batch_invariant,
         )  # fmt: skip
     return (out, lse) if return_lse else out

@@ -59,6 +59,7 @@ class Launch:
       items: work items of a `PagedSchedule`; the last CTA of a sequence's to finish combines its splits. 0 without one.
       evict_first: pages are copied with a hint that they are read once.
       fragments: splits are stored as the fragments that threads hold (`combine.store_fragments`).
+      invariant: over 8-bit pages, whether a row's bits depend on no other row and not on how many keys there are.
     """
 
     tokens: int
@@ -84,6 +85,7 @@ class Launch:
     items: int = 0
     evict_first: bool = False
     fragments: bool = False
+    invariant: bool = False
 
     @property
     def combines(self) -> bool:
@@ -165,7 +167,7 @@ def takes_items(rows: int, head_dim: int, has_sinks: bool) -> bool:
 
 def plan_narrow(
     tuning: Tuning, *, b: int, tokens: int, group: int, head_dim: int, page_size: int, kv_heads: int, table_width: int,
-    has_sinks: bool, items: int = 0, **mask: Any,
+    has_sinks: bool, items: int = 0, invariant: bool = False, **mask: Any,
 ) -> Launch:  # fmt: skip
     """Cuts a call over 8-bit pages into CTAs of one warpgroup, two to a multiprocessor; `items` as for `plan`."""
     # Sixteen columns are the narrowest tile of weights; wider heads leave registers for half the rows.
@@ -186,5 +188,5 @@ def plan_narrow(
     return Launch(
         tokens=tokens, group=group, head_dim=head_dim, page_size=page_size, table_width=table_width, kv_heads=kv_heads,
         warpgroups=1, rows=rows, row_blocks=row_blocks, keys=64, stages=stages, splits=splits, min_tiles=tuning.min_tiles,
-        direct=not items and splits == 1 and not has_sinks, items=items, evict_first=True, **mask,
+        direct=not items and splits == 1 and not has_sinks, items=items, evict_first=True, invariant=invariant, **mask,
     )  # fmt: skip

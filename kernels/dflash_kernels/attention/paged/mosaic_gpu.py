@@ -43,6 +43,7 @@ def tuned(
     k_scale: Float[Array, "K"] | Float[Array, "P K p"] | None = None,
     v_scale: Float[Array, "K"] | Float[Array, "K Hv"] | None = None,
     schedule: PagedSchedule | None = None,
+    batch_invariant: bool = False,
     tuning: Tuning | None = None,
     interpret: Any = None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
@@ -51,11 +52,16 @@ def tuned(
     `tuning` None: from the table.
     """
     _refuse_call(q, k_pages, v_pages, soft_cap, scale)
+    if batch_invariant and k_scale is not None and (soft_cap is not None or alibi_slopes is not None):
+        raise NotImplementedError(
+            "takes batch_invariant over pages of one byte without a soft cap and ALiBi, whose shares it may round in two ways"
+        )
     exact, sizes = tuning_key(q, k_pages, page_table, causal, dealt=schedule is not None)
     tuning = tuning or choose("attention/paged", Tuning, exact=exact, sizes=sizes, farthest=FARTHEST)
     return _attend(
         q, k_pages, v_pages, page_table, seq_lens, q_lens, sinks, alibi_slopes, k_scale, v_scale, schedule, causal=causal,
-        window=tuple(window), soft_cap=soft_cap, scale=scale, alibi_sqrt=alibi_sqrt, tuning=tuning, interpret=interpret,
+        window=tuple(window), soft_cap=soft_cap, scale=scale, alibi_sqrt=alibi_sqrt, invariant=batch_invariant, tuning=tuning,
+        interpret=interpret,
     )  # fmt: skip
 
 
@@ -73,12 +79,12 @@ def tuning_key(
 
 # Compiled as a function of its own, so that the layers of a model share one trace and one lowering of the kernels.
 @functools.partial(
-    jax.jit, static_argnames=("causal", "window", "soft_cap", "scale", "alibi_sqrt", "tuning", "interpret")
+    jax.jit, static_argnames=("causal", "window", "soft_cap", "scale", "alibi_sqrt", "invariant", "tuning", "interpret")
 )  # fmt: skip
 def _attend(
     q: Array, k_pages: Array, v_pages: Array, page_table: Array, seq_lens: Array, q_lens: Array, sinks: Array | None,
-    slopes: Array | None, k_scale: Array | None, v_scale: Array | None, schedule: PagedSchedule | None, *, tuning: Tuning,
-    interpret: Any, **mask: Any,
+    slopes: Array | None, k_scale: Array | None, v_scale: Array | None, schedule: PagedSchedule | None, *, invariant: bool,
+    tuning: Tuning, interpret: Any, **mask: Any,
 ) -> tuple[Array, Array]:  # fmt: skip
     # Not at the top: other machines need neither Pallas nor the time its import takes.
     from dflash_kernels.attention.paged import mosaic_gpu_sm90 as sm90
@@ -89,7 +95,9 @@ def _attend(
     kv_heads, page_size = k_pages.shape[1:3]
     group = n // kv_heads
     rows = tokens * group
-    dealt = {} if schedule is None else {"items": schedule.items.shape[0]}
+    dealt: dict[str, Any] = {} if schedule is None else {"items": schedule.items.shape[0]}
+    if k_scale is not None:
+        dealt["invariant"] = invariant  # which those over pages in sixteen bits are
     launch = (plan if k_scale is None else plan_narrow)(
         tuning, b=b, tokens=tokens, group=group, head_dim=head_dim, page_size=page_size, kv_heads=kv_heads,
         table_width=page_table.shape[1], has_sinks=sinks is not None, **dealt, **mask,

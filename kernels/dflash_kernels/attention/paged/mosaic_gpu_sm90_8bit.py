@@ -10,6 +10,9 @@ ones as another, under one scale for all rows.
 The softmax's maximum is one for each query row, so it would have to be found across all warps for every tile. An offset is kept
 instead, and only raised when some weight grows past `LIMIT`. The barrier behind which weights are multiplied finds that out.
 
+With `launch.invariant` a row's bits depend on no other row and not on how many keys there are: splits take turns tile by tile, an
+offset is raised where the row's own weights ask for it, and queries of int8 keys have a power of two for each row.
+
 int8 values multiply as float16 without an exponent, 128 too large, and outputs are less 128 in the end. Weights are added up before
 they are rounded, so they are off by up to 2^-12 of 128 more than with values that are less 128 in registers, which cost
 instructions.
@@ -46,6 +49,9 @@ from dflash_kernels.mosaic_gpu.thread_op import COLUMN, MATRIX, ROW, kernel
 # 2^16, and below 2^-14 it has fewer bits.
 RAISED_TO = 2**5
 LIMIT = 2**15
+# By how many powers of two a row's own score exceeds its offset for that to be raised, where rows are not to know of one another:
+# more than makes any thread ask for it, so that a row which is to be raised always is, and less than float16 holds.
+_OWN_LIMIT = 15.5
 # An offset that every score exceeds by more. Not -inf: less itself that is NaN.
 _NOTHING_SEEN = -1e30
 # All threads meet where weights are published, and nowhere else in a step: what they read of a tile before that may be overwritten
@@ -108,7 +114,8 @@ def attention(
 
     def body(*refs, **buffers):
         named = dict(zip([*given, "o", "lse"], refs, strict=True))
-        kv = paged_kv(launch, named, buffers | _arrivals(k_pages.dtype, buffers), one_warp=True)
+        arrivals = _arrivals(k_pages.dtype, buffers)
+        kv = paged_kv(launch, named, buffers | arrivals, stride=launch.splits if launch.invariant else 1, one_warp=True)
         sequence, head, split = kv.work.place.sequence, kv.work.head, kv.work.place.split
         out = named["o"].at[sequence].at[:, head] if launch.direct else named["o"].at[sequence].at[head, split]
         _attend(Cta(launch, named, buffers, kv, k_pages.dtype, out, named["lse"].at[sequence, head, split]))
@@ -215,13 +222,13 @@ def _attend(cta: Cta) -> None:
         by_one_warp(lambda: kv.fill_ring(_streams(cta.stored), pages), work.begin < work.end)
         common = queries.put_scaled(
             source, cta.buffers["q_sm"], cta.buffers["q_factor_sm"], cta.buffers["columns_sm"], work.first_row,
-            jnp.minimum(work.q_len, launch.tokens) * launch.group, asked,
+            jnp.minimum(work.q_len, launch.tokens) * launch.group, asked, by_row=launch.invariant,
         )  # fmt: skip
         scale_log2 = _scale_log2(cta, common)
         acc = plgpu.layout_cast(jnp.zeros((launch.head_dim, launch.rows), jnp.float32), MATRIX)
-        carry = (acc, *_first(cta, scale_log2), jnp.int32(0), kv.pages(work.begin + launch.stages))
+        carry = (acc, *_first(cta, scale_log2), jnp.int32(0), kv.pages(work.begin + launch.stages * work.stride))
         acc, offset, row_sum, place, _ = work.walk(functools.partial(_step, cta, scale_log2), carry, skip=1)
-        acc = _start_values(cta, acc, work.end - 1, place, finite=True)
+        acc = _start_values(cta, acc, work.last, place, finite=True)
         _epilogue(cta, transposed.finish(acc), offset, row_sum)
 
     @pl.when(work.begin >= work.end)
@@ -243,15 +250,17 @@ def _ring_pages(cta: Cta) -> list[Any]:
     launch, tiles = cta.launch, cta.launch.page_size // cta.launch.keys
     if tiles == 0:
         return cta.kv.ring_pages()
-    entries = [lax.div(cta.work.begin + stage, jnp.int32(tiles)) for stage in range(launch.stages)]
+    entries = [lax.div(cta.work.begin + stage * cta.work.stride, jnp.int32(tiles)) for stage in range(launch.stages)]
     row = cta.refs["table"].at[cta.work.place.sequence]
     return [[transposed.entry(row, jnp.minimum(entry, launch.table_width - 1))] for entry in entries]
 
 
 def _scale_log2(cta: Cta, common: Any) -> Any:
-    """What a score is multiplied with, by query row; for int8, besides the key's scale, one for all."""
+    """What a score is multiplied with, by query row; for int8, besides the key's scale, `common` for all where there is such."""
     unit = cta.launch.scale * (1.0 if cta.launch.soft_cap else LOG2E)
-    return common * unit if cta.stored == jnp.int8 else _factors(cta) * (cta.refs["k_scale"][cta.work.head] * unit)
+    if cta.stored == jnp.int8:
+        return _factors(cta) * unit if common is None else common * unit
+    return _factors(cta) * (cta.refs["k_scale"][cta.work.head] * unit)
 
 
 def _factors(cta: Cta) -> Any:
@@ -262,7 +271,7 @@ def _first(cta: Cta, scale_log2: Any) -> tuple[Any, Any]:
     """Offset and sum of weights after the first tile's scores."""
     plgpu.barrier_wait(cta.buffers["tile_in"].at[0])
     nothing = plgpu.layout_cast(jnp.full((cta.launch.rows,), _NOTHING_SEEN, jnp.float32), COLUMN)
-    if cta.stored == jnp.int8:
+    if cta.stored == jnp.int8 and not cta.launch.invariant:
         nothing += _factors(cta)  # NaN for a row that is not finite
     return _raised(cta, scale_log2, cta.work.begin, nothing, 0, masked=True)
 
@@ -279,17 +288,18 @@ def _step(cta: Cta, scale_log2: Any, tile: Any, carry: Any, *, masked: bool) -> 
     place = jnp.where(before == _WEIGHTS - 1, 0, before + 1)
     plgpu.barrier_wait(cta.buffers["tile_in"].at[kv.stage(tile)])
     scores = _start_scores(cta, tile)
-    following = tile - 1 + launch.stages
-    later = kv.pages(following + 1)
+    stride = cta.work.stride
+    following = tile + (launch.stages - 1) * stride
+    later = kv.pages(following + stride)
     # Keys of wide heads that wait in registers leave none for values.
     together = launch.head_dim <= 128 or cta.stored == jnp.int8
     if not together:
         scores = transposed.finish_scores(scores)
-    acc = _start_values(cta, acc, tile - 1, before, finite=False)
+    acc = _start_values(cta, acc, tile - stride, before, finite=False)
     if together:
         scores = transposed.finish_scores(scores, later=1)
     scores = _exponents(cta, scale_log2, scores, tile, masked)
-    weights = jnp.exp2(scores - cta.per_row(offset))
+    weights = _weights(cta, scale_log2, scores, offset, tile, masked)
     over = transposed.publish(weights, cta.buffers["p_sm"].at[place], limit=LIMIT)
     sums = transposed.sum_weights(weights)
 
@@ -318,9 +328,11 @@ def _raised(cta: Cta, scale_log2: Any, tile: Any, offset: Any, place: Any, *, ma
     """Offset so that a tile's highest score, if it is the highest so far, weighs `RAISED_TO`; sums of its weights, published."""
     scores = transposed.finish_scores(_start_scores(cta, tile))
     scores = _exponents(cta, scale_log2, scores, tile, masked)
-    highest = transposed.over_keys(scores, offset, cta.buffers["columns_sm"], highest=True)
-    offset = jnp.maximum(offset, highest - math.log2(RAISED_TO))
-    weights = jnp.exp2(scores - cta.per_row(offset))
+    seen = _masked(cta, scores * cta.per_row(scale_log2), tile, masked) if cta.launch.invariant else scores
+    highest = transposed.over_keys(seen, offset, cta.buffers["columns_sm"], highest=True)
+    higher = jnp.maximum(offset, highest - math.log2(RAISED_TO))
+    offset = jnp.where(highest - offset > _OWN_LIMIT, higher, offset) if cta.launch.invariant else higher
+    weights = _weights(cta, scale_log2, scores, offset, tile, masked)
     transposed.publish(weights, cta.buffers["p_sm"].at[place], limit=LIMIT)
     return offset, transposed.sum_weights(weights)
 
@@ -336,14 +348,18 @@ def _start_values(cta: Cta, acc: Any, tile: Any, place: Any, *, finite: bool) ->
 
 
 def _exponents(cta: Cta, scale_log2: Any, scores: Any, tile: Any, masked: bool) -> Any:
-    """Scores as exponents of two: scaled, capped, with ALiBi's share added, masked."""
+    """Scores as exponents of two: scaled, capped, with ALiBi's share added, masked. With `launch.invariant` by the keys' own scales
+    alone: `_weights` does the rest."""
     launch, work = cta.launch, cta.work
     stage = cta.kv.stage(tile)
     if cta.stored == jnp.int8:
-        of_keys = plgpu.layout_cast(cta.buffers["k_scale_sm"].at[stage][...], ROW) * scale_log2
+        of_keys = plgpu.layout_cast(cta.buffers["k_scale_sm"].at[stage][...], ROW)
+        of_keys = of_keys if launch.invariant else of_keys * scale_log2
         scores = scores * lax.broadcast_in_dim(of_keys, scores.shape, [0])
-    else:
+    elif not launch.invariant:
         scores = scores * cta.per_row(scale_log2)
+    if launch.invariant:
+        return scores
     if launch.soft_cap is not None:
         scores = softmax.precise_tanh(scores * (1 / launch.soft_cap)) * (launch.soft_cap * LOG2E)
     if "slopes" in cta.refs:
@@ -353,7 +369,20 @@ def _exponents(cta: Cta, scale_log2: Any, scores: Any, tile: Any, masked: bool) 
         keys, _ = places(launch.keys, launch.rows, 0)
         share = alibi_bias(keys - cta.per_row(position - tile * launch.keys), launch.alibi_sqrt)
         scores = scores + share * cta.per_row(slopes * LOG2E)
-    return jnp.where(work.mask(tile, COLUMN, keys_axis=0), scores, -jnp.inf) if masked else scores
+    return _masked(cta, scores, tile, masked)
+
+
+def _masked(cta: Cta, scores: Any, tile: Any, masked: bool) -> Any:
+    return jnp.where(cta.work.mask(tile, COLUMN, keys_axis=0), scores, -jnp.inf) if masked else scores
+
+
+def _weights(cta: Cta, scale_log2: Any, scores: Any, offset: Any, tile: Any, masked: bool) -> Any:
+    """Weights of what `_exponents` gives, less the rows' offsets."""
+    if not cta.launch.invariant:
+        return jnp.exp2(scores - cta.per_row(offset))
+    return jnp.exp2(
+        _masked(cta, transposed.exponents(scores, cta.per_row(scale_log2), cta.per_row(offset)), tile, masked)
+    )
 
 
 # Epilogue

@@ -27,11 +27,12 @@ def paged_attention_reference(
     k_scale: Float[Array, "K"] | Float[Array, "P K p"] | None = None,
     v_scale: Float[Array, "K"] | Float[Array, "K V"] | None = None,
     schedule: PagedSchedule | None = None,
+    batch_invariant: bool = False,
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
     """See `paged_attention`. Quantised pages widen to q's dtype, which is exact; their scales multiply in float32.
 
-    `schedule` is ignored. In float32 one sequence goes after the other: XLA picks a product's code by its size, and a request is to
-    have the same bits alone and in a batch.
+    `schedule` and `batch_invariant` are ignored. In float32 one sequence goes after the other: XLA picks a product's code by its
+    size, and a request is to have the same bits alone and in a batch.
     """
     attend = functools.partial(
         _attend, k_pages=k_pages, v_pages=v_pages, causal=causal, window=window, soft_cap=soft_cap, sinks=sinks, scale=scale,

@@ -76,10 +76,13 @@ def paged_attention_triton(
     k_scale: Float[Array, "K"] | Float[Array, "P K p"] | None = None,
     v_scale: Float[Array, "K"] | Float[Array, "K V"] | None = None,
     schedule: PagedSchedule | None = None,
+    batch_invariant: bool = False,
     tuning: Tuning = CHOSEN,
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
     """See `paged_attention`. Raises NotImplementedError for what it does not take; `tuning` is for benchmarks."""
     _refuse_call(q, k_pages, v_pages, soft_cap)
+    if batch_invariant:
+        raise NotImplementedError("deals keys out by how many there are, which batch_invariant forbids")
     alibi = None if alibi_slopes is None else "sqrt" if alibi_sqrt else "linear"
     return _attend(
         q, k_pages, v_pages, page_table, seq_lens, q_lens, sinks, alibi_slopes, k_scale, v_scale, causal=causal,

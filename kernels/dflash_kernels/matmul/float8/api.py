@@ -96,11 +96,13 @@ def float8_gated(
 
 def float8_onto(
     x: Float8Rows, weight: Float[Array, "D F"], scales: Float[Array, "D"], stream: Float[Array, "M D"],
-    norm: Float[Array, "D"], *, eps: float, paired: bool = False, implementation: Implementation = None,
+    norm: Float[Array, "D"], *, eps: float, paired: bool = False, zero_centered: bool = False,
+    implementation: Implementation = None,
 ) -> tuple[Float[Array, "M D"], Float8Rows]:  # fmt: skip
     """W8A8 product with residual, RMS norm and quantization: the stream with the product added, and `float8_rows` of its norm.
 
-    Arguments and errors: see `float8_dense`, `float8_rows`.
+    `zero_centered`: weights of the norm are offsets from 1, which are added to it in float32. Other arguments and errors: see
+    `float8_dense`, `float8_rows`.
     """
     check_axes(weight=(weight, "D F"), stream=(stream, "M D"), norm=(norm, "D"))
     check_floats(stream=stream, norm=norm)
@@ -112,7 +114,8 @@ def float8_onto(
         raise ValueError(
             f"columns are interleaved where there are a multiple of {INTERLEAVE_BLOCK}, not {stream.shape[1]}"
         )
-    return _call("float8_onto", implementation, x, weight, scales, stream, norm, eps=eps, paired=paired)
+    named = {"eps": eps, "paired": paired, "zero_centered": zero_centered}
+    return _call("float8_onto", implementation, x, weight, scales, stream, norm, **named)
 
 
 def float8_best(

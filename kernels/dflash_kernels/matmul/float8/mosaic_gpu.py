@@ -60,13 +60,16 @@ def float8_candidates_mosaic_gpu(x: Float8Rows, weight: Array, scales: Array, co
 
 
 def float8_onto_mosaic_gpu(
-    x: Float8Rows, weight: Array, scales: Array, stream: Array, norm: Array, *, eps: float, paired: bool
-) -> tuple[Array, Float8Rows]:
+    x: Float8Rows, weight: Array, scales: Array, stream: Array, norm: Array, *, eps: float, paired: bool,
+    zero_centered: bool = False,
+) -> tuple[Array, Float8Rows]:  # fmt: skip
     """See `float8_onto`."""
     require_hopper()
     if not paired:
         raise NotImplementedError("takes interleaved columns")
-    return launch_onto(x, weight, scales, stream, norm, eps=eps, multiprocessors=target().multiprocessors)
+    return launch_onto(
+        x, weight, scales, stream, norm, eps=eps, zero_centered=zero_centered, multiprocessors=target().multiprocessors
+    )
 
 
 def require_product(rows: int, dtype: Any, depth: int) -> None:
@@ -138,7 +141,7 @@ def launch_candidates(
 
 def launch_onto(
     x: Float8Rows, weight: Array, scales: Array, stream: Array, norm: Array, *, eps: float, multiprocessors: int,
-    interpret: Any = None,
+    zero_centered: bool = False, interpret: Any = None,
 ) -> tuple[Array, Float8Rows]:  # fmt: skip
     """`float8_onto` without the device check."""
     _require_rows(stream)
@@ -147,14 +150,18 @@ def launch_onto(
     (parts,) = launch(
         "split_k", x, weight, scales, stream.dtype, multiprocessors=multiprocessors, interpret=interpret
     )  # fmt: skip
-    return _add_norm(parts, stream, norm, eps, interpret)
+    return _add_norm(parts, stream, norm, eps, zero_centered, interpret)
 
 
-@functools.partial(jax.jit, static_argnums=(3, 4))
-def _add_norm(parts: Array, stream: Array, norm: Array, eps: float, interpret: Any) -> tuple[Array, Float8Rows]:
+@functools.partial(jax.jit, static_argnums=(3, 4, 5))
+def _add_norm(
+    parts: Array, stream: Array, norm: Array, eps: float, zero_centered: bool, interpret: Any
+) -> tuple[Array, Float8Rows]:
     from dflash_kernels.matmul import row_norm_sm90 as kernel
 
-    stream, words, scales = kernel.add_norm_float8(parts, stream, norm, eps=eps, interpret=interpret)
+    stream, words, scales = kernel.add_norm_float8(
+        parts, stream, norm, eps=eps, zero_centered=zero_centered, interpret=interpret
+    )
     return stream, _rows(words, scales)
 
 

@@ -49,11 +49,11 @@ def float8_gated_reference(
 
 def float8_onto_reference(
     x: Float8Rows, weight: Float[Array, "D F"], scales: Float[Array, "D"], stream: Float[Array, "M D"],
-    norm: Float[Array, "D"], *, eps: float, paired: bool,
+    norm: Float[Array, "D"], *, eps: float, paired: bool, zero_centered: bool = False,
 ) -> tuple[Float[Array, "M D"], Float8Rows]:  # fmt: skip
     """See `float8_onto`."""
     parts = float8_dense_reference(x, weight, scales, jnp.dtype(jnp.float32))[None]
-    stream, normed = add_norm_reference(parts, stream, norm, eps=eps)
+    stream, normed = add_norm_reference(parts, stream, norm, eps=eps, zero_centered=zero_centered)
     return stream, float8_rows_reference(normed, paired=paired)
 
 
