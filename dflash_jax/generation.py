@@ -152,8 +152,8 @@ def check_flags(model: Any, draft: Any, chat: Any, chat_options: Any) -> tuple[b
 
 def check_single(params: Params, *, single: bool) -> None:
     """Raises ParameterError where one prompt alone, which has one completion, is asked for several."""
-    if single and isinstance(params, SamplingParams) and params.n > 1:
-        raise ParameterError(f"n={params.n} gives a list of completions: give the prompt in a list too")
+    if single and (n := params_of_prompts(params, 1)[0].n) > 1:
+        raise ParameterError(f"n={n} gives a list of completions: give the prompt in a list too")
 
 
 def make_requests(

@@ -303,7 +303,7 @@ class Routes:
         # The first pieces before the status: what is refused or fails until then is an answer of its own.
         first = await _unless_gone(request, call.within(call.take()))
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        return StreamingResponse(self._events(call, first), headers=headers, media_type="text/event-stream")
+        return _Stream(call, self._events(call, first), headers=headers, media_type="text/event-stream")
 
     async def _events(self, call: "Call", pieces: list[Piece]) -> AsyncGenerator[bytes]:
         answer, run = call.answer, call.run
@@ -499,6 +499,20 @@ class Call:
             self._ended = True
             self.front.live -= self.choices
             self.engine.release(self.run)
+
+
+class _Stream(StreamingResponse):
+    """A stream whose call ends with it, though a reader who left before the first chunk is nothing that a generator learns of."""
+
+    def __init__(self, call: Call, *args: Any, **more: Any):
+        super().__init__(*args, **more)
+        self._call = call
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._call.end()
 
 
 def _too_long(limit: float | None) -> Problem:

@@ -56,7 +56,7 @@ class Gate:
             return Problem(
                 403, f"this server answers to localhost alone, not to {host!r:.80}: give it a key, or --host"
             )
-        if not self._keys or scope["method"] == "OPTIONS" or not self._guarded(scope["path"]):
+        if not self._keys or scope["method"] == "OPTIONS" or not self._guarded(_routed(scope)):
             return None
         kind, _, key = headers.get("authorization", "").partition(" ")
         digest = hashlib.sha256(key.strip().encode("latin-1", "replace")).digest()
@@ -71,3 +71,9 @@ class Gate:
 
     def _guarded(self, path: str) -> bool:
         return any(path == one or path.startswith(f"{one}/") for one in GUARDED)
+
+
+def _routed(scope: Any) -> str:
+    """The path that routes are told apart by: without that of the application which this one is mounted in."""
+    path, root = scope["path"], scope.get("root_path", "")
+    return path.removeprefix(root) if path.startswith(f"{root}/") else path
