@@ -55,6 +55,7 @@ def test_drafts_are_accepted_now_and_then(greedy):
     assert {length for _, lengths in greedy for length in lengths} >= {1, 2, 3}
 
 
+@pytest.mark.few("2", "8")
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_greedy(request, folder, greedy, ranks):
     model = request.getfixturevalue("double") if ranks == 2 else dj.load(folder, tp=ranks, **OPTIONS)
