@@ -69,6 +69,9 @@ class Grammars:
         except NotRegular as error:
             log.info("%r: the host is asked in every cycle: %s", wanted, error)
             return Grammar(matcher, reason=str(error))
+        except Exception as error:  # a table is a matter of speed: whatever is wrong with one, the host can be asked
+            log.exception("%r: no table could be made, the host is asked in every cycle", wanted)
+            return Grammar(matcher, reason=f"no table could be made: {error!r:.200}")
         seconds = time.perf_counter() - started
         log.info("%r: a table of %d states and %d classes, %.2f s", wanted, *table.next.shape, seconds)
         return Grammar(matcher, table=table, reason="")
