@@ -51,6 +51,9 @@ QUICK_COMPILING = (
 RANKS = 8
 # Folders of tests that share programs.
 SHARING = ("cli", "decoding", "engine", "execution", "interactive", "models", "serving")
+# Objects that are made before garbage is looked for, and such looks before the older ones are looked through, and the oldest: a
+# process of tests holds millions, and looking through them took a tenth of its time.
+GARBAGE = (50_000, 20, 50)
 # Mappings of memory that a process of tests may keep from file to file: past 65,530 (vm.max_map_count of Linux), XLA crashes.
 MAPPINGS = 20_000
 
@@ -174,6 +177,14 @@ def pytest_configure(config: pytest.Config) -> None:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_disable_most_optimizations", True)
         jax.config.update("jax_num_cpu_devices", RANKS)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """What imports and collection have made stays to the end."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(*GARBAGE)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -59,7 +59,11 @@ class HuggingFaceFolder:
     @property
     def files(self) -> list[Path]:
         """Every file that a conversion reads: weights, index, configuration and tokenizer."""
-        names = {one.path.name for tensor in self.tensors.values() for one in tensor.stored} | set(SIDECARS) | {INDEX}
+        names = {one.path.name for tensor in self.tensors.values() for one in tensor.stored} | {
+            *SIDECARS,
+            INDEX,
+            MODELOPT,
+        }
         return [self.folder / name for name in sorted(names) if (self.folder / name).is_file()]
 
 

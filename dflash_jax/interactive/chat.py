@@ -58,6 +58,7 @@ class Chat:
             raise ParameterError(f"system must be a text, got {type(system).__name__} {system!r:.80}")
         self.model, self.system = model, system
         self.params = params or SamplingParams(max_tokens=DEFAULT_TOKENS)
+        self._check_alone()
         self.chat_options = dict(chat_options or {})
         self.history: list[dict[str, Any]] = []
         self.completions: list[Completion] = []
@@ -134,6 +135,7 @@ class Chat:
 
     def _asked(self, content: Any) -> tuple[Any, SamplingParams]:
         """The prompt that a message makes, token ids or, where it holds pictures, messages; and the parameters of its answer."""
+        self._check_alone()
         messages = self._messages(content)
         ids, shown = prompted(self.model, messages, chat=False, chat_options=self.chat_options)
         engine = self.model.engine
@@ -146,6 +148,10 @@ class Chat:
         most = min(room, self.params.max_tokens)
         params = replace(self.params, max_tokens=most, min_tokens=min(most, self.params.min_tokens))
         return ids if shown is None else messages, params
+
+    def _check_alone(self) -> None:
+        if self.params.n > 1:
+            raise ParameterError(f"a message has one answer in a conversation: n must be 1, got {self.params.n}")
 
     def _messages(self, content: Any) -> list[dict[str, Any]]:
         system = [] if self.system is None else [{"role": "system", "content": self.system}]

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 import dflash_jax as dj
+from dflash_jax.attention import prefill
 from dflash_jax.engine.buckets import Buckets
 from dflash_jax.engine.requests import Request, Update
 from dflash_jax.engine.scheduler import Batch
@@ -49,6 +50,21 @@ def test_drafted_is_plain_alone_is_in_company(exact, make_prompts, params):
     assert max(max(row) for row in counts) > 1, "nothing that was proposed stood"
     assert all(set(row) == {1} for row in ones)
     assert {drafts for update in last.values() for drafts in update.drafts} == {(0, 0)}, "nobody offered drafts"
+
+
+def test_attention_is_told_that_rows_know_of_no_other(make_pair, make_prompts, monkeypatch):
+    """The target's, in prompts and in cycles; a drafter's blocks, which see themselves whole, are proposals alone."""
+    told, inner = [], prefill.paged_attention
+
+    def attended(q, *args, causal, batch_invariant=False, **options):
+        told.append((q.shape[:2], causal, batch_invariant))
+        return inner(q, *args, causal=causal, batch_invariant=batch_invariant, **options)
+
+    monkeypatch.setattr(prefill, "paged_attention", attended)
+    make_pair(edit=sixteen_bits, **EXACT).run(make_prompts([40]), SamplingParams(max_tokens=2))
+    assert len({shape for shape, causal, _ in told if causal}) == 2
+    assert {causal for _, causal, _ in told} == {True, False}
+    assert all(invariant == causal for _, causal, invariant in told)
 
 
 def test_who_drafts_runs_beside_who_does_not(exact, make_prompts):

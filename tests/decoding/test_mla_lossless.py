@@ -187,6 +187,7 @@ def test_pages_in_eight_bits(config, cache_dtype, plain) -> None:
         assert drafted == run(make_engine(**options), texts, draft=False)[0]
 
 
+@pytest.mark.few  # tests/attention has their numbers
 def test_queries_in_float8() -> None:
     """Blocks and prompts alike; drafting changes no token, and that they are rounded changes some."""
     texts = prompts()[:2]

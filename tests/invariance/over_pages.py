@@ -1,6 +1,7 @@
 """Operations over pages of keys: attention, with projections and without, latent rows, and writes."""
 
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -25,6 +26,9 @@ from dflash_kernels.kv_cache.latent_expand.launch import Tuning as ExpandTuning
 from dflash_kernels.kv_cache.latent_expand.mosaic_gpu import launch as launch_expand
 from dflash_kernels.kv_cache.write.mosaic_gpu import launch_mla, launch_qkv, launch_rows
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from dflash_jax.execution.plan import EXACT_PRODUCTS
+from dflash_jax.models.deepseek import MLAttention
 
 from .people import MOST, PEOPLE, Call, Form, Operation, matrix, norm_weight, numbers
 
@@ -112,6 +116,45 @@ def attention(
     return Form(draw, run, middle=middle)
 
 
+def attention_of_xla(real: bool, *, kept: str) -> Form:
+    """What no kernel takes: pages in formats of XLA's, and heads wider than other families have."""
+    assert real
+    heads, kv_heads, dim = (16, 2, 512) if kept == "wide heads" else (32, 8, 128)
+    table = pages(REAL_MIDDLE)
+    dtypes = {"fp8_e5m2": (jnp.float8_e5m2,) * 2, "int8_keys": (INT8, jnp.bfloat16)}.get(kept, (jnp.bfloat16,) * 2)
+    k, v = (pool(table.size, kv_heads, dim, dtype, salt=salt) for salt, dtype in enumerate(dtypes))
+    given: Any = {"batch_invariant": True, "implementation": "xla", "scale": 0.05}
+    if kept == "int8_keys":
+        given["k_scale"] = jax.random.uniform(jax.random.key(2), k.shape[:3], minval=0.01, maxval=0.03)
+
+    def draw(call: Call) -> dict[str, jax.Array]:
+        q = 3 * numbers(call, heads * dim).reshape(*call.shape, heads, dim)
+        return {"q": q, "page_table": jnp.asarray(table[call.who])} | lengths(call)
+
+    def run(args: dict[str, jax.Array]) -> Any:
+        q, *where, live = (args[name] for name in ("q", "page_table", "seq_lens", "q_lens"))
+        return paged_attention(q, k, v, *where, q_lens=live, **given)
+
+    return Form(draw, run, EXACT_PRODUCTS, middle=REAL_MIDDLE)
+
+
+def latent_products(real: bool, *, out: bool) -> Form:
+    """Queries of latent rows, and values from averages over them: products of every head."""
+    assert real
+    heads, rank, nope, rotated = 16, 512, 128, 64
+    layer: Any = SimpleNamespace(w_uk=matrix(heads, nope, rank), w_uv=matrix(heads, 128, rank))
+
+    def draw(call: Call) -> dict[str, jax.Array]:
+        width = rank if out else nope + rotated
+        return {"x": numbers(call, heads * width).reshape(*call.shape, heads, width)}
+
+    def run(args: dict[str, jax.Array]) -> Any:
+        x = args["x"]
+        return MLAttention.up(layer, x) if out else MLAttention.absorb(layer, x[..., :nope], x[..., nope:])
+
+    return Form(draw, run, EXACT_PRODUCTS)
+
+
 def latent_attention(real: bool, *, stored: Any = jnp.bfloat16, splits: int = 2, heads: int | None = None) -> Form:
     """Absorbed, over rows in sixteen bits and in float8; packed rows are unpacked first."""
     rank, rotated, middle = 512, 64, REAL_MIDDLE if real else 126
@@ -173,14 +216,17 @@ def angles(call: Call, half: int) -> dict[str, jax.Array]:
     return {"cos": jnp.asarray(np.cos(turned), jnp.float32), "sin": jnp.asarray(np.sin(turned), jnp.float32)}
 
 
-def norm_rotation_write(real: bool, *, stored: Any = jnp.bfloat16, zero_centered: bool = False) -> Form:
-    """Norm and rotation of heads and their write: queries, and what stands in the pages then."""
+def norm_rotation_write(
+    real: bool, *, stored: Any = jnp.bfloat16, values: Any = None, zero_centered: bool = False, xla: bool = False
+) -> Form:
+    """Norm and rotation of heads and their write: queries, and what stands in the pages then; `values` where these are kept in
+    another dtype. `xla`: of formats that kernels do not write."""
     heads, kv_heads, dim, middle = (32, 8, 128, REAL_MIDDLE) if real else (2, 1, 64, 126)
     table = pages(middle)
-    pools = tuple(jnp.zeros((table.size, kv_heads, PAGE, dim), stored) for _ in range(2))
+    pools = tuple(jnp.zeros((table.size, kv_heads, PAGE, dim), dtype) for dtype in (stored, values or stored))
     norms, scales = (norm_weight(dim), norm_weight(dim, salt=1)), (None, None)
     if stored == INT8:
-        scales = jnp.zeros((table.size, kv_heads, PAGE)), jnp.full((kv_heads, dim), 0.02)
+        scales = jnp.zeros((table.size, kv_heads, PAGE)), None if values else jnp.full((kv_heads, dim), 0.02)
     elif stored == FP8:
         scales = jnp.full(kv_heads, 0.5), jnp.full(kv_heads, 2.0)
 
@@ -192,17 +238,17 @@ def norm_rotation_write(real: bool, *, stored: Any = jnp.bfloat16, zero_centered
         (b, t, _), places = args["qkv"].shape, args["places"]
         rows = args["qkv"].reshape(b * t, -1), places, args["cos"], args["sin"]
         how: Any = {"eps": EPS, "zero_centered": zero_centered}
-        if real:
+        if real or xla:
             more: Any = dict(zip(("q_norm", "k_norm", "k_scale", "v_scale"), (*norms, *scales), strict=True))
             op: Any = qkv_write
-            q, k, v, of_keys = op(*pools, *rows, **more, **how, implementation="mosaic_gpu")
+            q, k, v, of_keys = op(*pools, *rows, **more, **how, implementation="xla" if xla else "mosaic_gpu")
         else:
             op = launch_qkv
             q, k, v, of_keys = op(*pools, *rows, *norms, *scales, **how, beside=0, interpret=INTERPRET)
         found = [q.reshape(b, t, *q.shape[1:]), *(read(each, places, (b, t)) for each in (k, v))]
         return [*found, read(of_keys[..., None], places, (b, t))] if stored == INT8 else found
 
-    return Form(draw, run, middle=middle)
+    return Form(draw, run, EXACT_PRODUCTS if real and xla else {}, middle=middle)
 
 
 def write(real: bool) -> Form:
@@ -260,18 +306,18 @@ def latent_rows(real: bool, *, stored: Any = None) -> Form:
 
 TWO = ((3, 4), (1, 2))
 OVER_PAGES = {
-    "attention, one split": Operation(partial(attention, splits=1)),
+    "attention, one split": Operation(partial(attention, splits=1), real=()),
     "attention": Operation(attention),
-    "attention, four splits": Operation(partial(attention, splits=4)),
+    "attention, four splits": Operation(partial(attention, splits=4), real=()),
     "attention, window": Operation(partial(attention, window=100)),
     "attention, sinks": Operation(partial(attention, sinks=True)),
     "attention of prompts": Operation(attention, [(2, 32)], moves=False, real=[(8, 32), (16, 32)]),
     "attention over float8 pages": Operation(partial(attention, stored=FP8)),
     "attention over int8 pages": Operation(partial(attention, stored=INT8)),
-    "attention over float8 pages, one split": Operation(partial(attention, stored=FP8, splits=1)),
-    "attention over int8 pages, one split": Operation(partial(attention, stored=INT8, splits=1)),
-    "attention over float8 pages, four splits": Operation(partial(attention, stored=FP8, splits=4)),
-    "attention over int8 pages, four splits": Operation(partial(attention, stored=INT8, splits=4)),
+    "attention over float8 pages, one split": Operation(partial(attention, stored=FP8, splits=1), real=()),
+    "attention over int8 pages, one split": Operation(partial(attention, stored=INT8, splits=1), real=()),
+    "attention over float8 pages, four splits": Operation(partial(attention, stored=FP8, splits=4), real=()),
+    "attention over int8 pages, four splits": Operation(partial(attention, stored=INT8, splits=4), real=()),
     "attention over float8 pages, window": Operation(partial(attention, stored=FP8, window=100)),
     "attention over int8 pages, window and sinks": Operation(partial(attention, stored=INT8, window=100, sinks=True)),
     "attention of prompts over float8 pages": Operation(
@@ -288,7 +334,16 @@ OVER_PAGES = {
     "attention over int8 pages, one split, as others have it": Operation(
         partial(attention, stored=INT8, splits=1, told=False), holds=False
     ),
+    "attention of XLA over float8_e5m2 pages": Operation(partial(attention_of_xla, kept="fp8_e5m2"), []),
+    "attention of XLA over int8 keys": Operation(partial(attention_of_xla, kept="int8_keys"), []),
+    "attention of XLA, wide heads": Operation(partial(attention_of_xla, kept="wide heads"), []),
     "latent attention": Operation(latent_attention),
+    "latent attention of prompts": Operation(latent_attention, [], moves=False, real=[(8, 32), (16, 32)]),
+    "latent attention of prompts over float8 rows": Operation(
+        partial(latent_attention, stored=FP8), [], moves=False, real=[(8, 32)]
+    ),
+    "queries of latent rows": Operation(partial(latent_products, out=False), []),
+    "values of latent averages": Operation(partial(latent_products, out=True), []),
     "latent attention over float8 rows": Operation(partial(latent_attention, stored=FP8), [(2, 4)]),
     "latent attention over float8 rows, few queries": Operation(
         partial(latent_attention, stored=FP8, heads=2), [(2, 4)], holds=False, real=[(2, 8), (8, 4)]
@@ -299,6 +354,12 @@ OVER_PAGES = {
     "norm, rotation and write, zero-centered": Operation(partial(norm_rotation_write, zero_centered=True), small=TWO, free="TB"),
     "norm, rotation and write to float8 pages": Operation(partial(norm_rotation_write, stored=FP8), small=TWO, free="TB"),
     "norm, rotation and write to int8 pages": Operation(partial(norm_rotation_write, stored=INT8), small=TWO, free="TB"),
+    "norm, rotation and write to float8_e5m2 pages": Operation(
+        partial(norm_rotation_write, stored=jnp.float8_e5m2, xla=True), small=TWO, free="TB"
+    ),
+    "norm, rotation and write to int8 keys": Operation(
+        partial(norm_rotation_write, stored=INT8, values=jnp.bfloat16, xla=True), small=TWO, free="TB"
+    ),
     "write": Operation(write, small=TWO, free="TB"),
     "latent rows' norm, rotation and write": Operation(latent_rows, small=TWO, free="TB"),
     "latent rows' norm, rotation and write, float8": Operation(partial(latent_rows, stored=FP8), small=TWO, free="TB"),

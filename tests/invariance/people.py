@@ -65,7 +65,8 @@ class Operation:
 
     Attributes:
       make: its small form, in Pallas's interpreter or XLA's on a CPU, and with True the one that a GPU runs, at real sizes.
-      small, real: shapes of calls; products of XLA have no small ones, whose order is a matter of the CPU.
+      small, real: shapes of calls; products of XLA have no small ones, whose order is a matter of the CPU, and rows that are told
+        apart by a number of splits no real ones, which have their own.
       free: over what results do not change either: "T", tokens of a block, "B", sequences. What is left out the mode must pin.
       moves: whether a block may begin anywhere; else all begin at the same token.
       holds: whether results are the same in any company; those of which they are not the mode refuses.

@@ -1,8 +1,10 @@
 """Operations that know rows alone: norms, products, heads, experts, and what chooses tokens."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +18,8 @@ from dflash_kernels import (
     dense_best,
     dense_gated,
     dense_onto,
+    dense_parts,
+    dense_scores,
     embed_norm,
     filtered_choice,
     float8_candidates,
@@ -27,6 +31,7 @@ from dflash_kernels import (
     mixture,
     mxfp4_mixture,
     mxfp4_tiles,
+    quantize_tensor,
     quantized_linear,
     reduce_add_norm,
     routed_experts,
@@ -37,15 +42,19 @@ from dflash_kernels.fused.experts.mosaic_gpu_mxfp4 import launch as launch_mxfp4
 from dflash_kernels.fused.experts.plan_mxfp4 import Gate
 from dflash_kernels.matmul.dense import mosaic_gpu as of_dense
 from dflash_kernels.matmul.float8 import mosaic_gpu as of_float8
+from dflash_kernels.matmul.grouped.mosaic_gpu import launch as launch_grouped
 from dflash_kernels.matmul.weight_only.mosaic_gpu import launch as launch_weight_only
 from dflash_kernels.norm import mosaic_gpu as of_norm
 from dflash_kernels.sampling.mosaic_gpu import launch as launch_choice
+from flax import nnx
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dflash_jax.config import RopeConfig
 from dflash_jax.decoding.adjustments import Adjustments, adjusted_best, adjusted_logits
+from dflash_jax.decoding.grammar_masks import masked
 from dflash_jax.decoding.sampling import Mode, RequestArrays, sample
 from dflash_jax.execution.plan import EXACT_PRODUCTS
+from dflash_jax.models import moe
 from dflash_jax.models.layers import rms_norm, rotary_tables, rotate
 from dflash_jax.quantization.weights import product, quantise
 
@@ -152,6 +161,9 @@ def products(real: bool, form: Any) -> Form:
         if form == "blocks":
             blocks = in_column_blocks(weight)
             return dense(x, blocks, **KERNEL) if real else of_dense.launch("store", x, blocks, **FEW)[0]
+        if form == "parts":
+            parts = dense_parts(x, weight, **KERNEL) if real else of_dense.launch("split_k", x, weight, **FEW)[0]
+            return jnp.moveaxis(parts, 0, 1)
         if form == "onto":
             given = (x, weight, rest["stream"], stream_weight)
             return dense_onto(*given, eps=EPS) if real else of_dense.launch_onto(*given, eps=EPS, **FEW)
@@ -259,6 +271,66 @@ def experts(real: bool, form: str) -> Form:
     return rowwise(draw, run)
 
 
+class Mixture(NamedTuple):
+    """What `models.moe` asks of a configuration."""
+
+    hidden_size: int = 0
+    num_experts: int = 0
+    experts_per_token: int = 0
+    num_shared_experts: int = 0
+    moe_intermediate_size: int = 0
+    routing: str = "greedy"
+    num_groups: int = 1
+    groups_per_token: int = 1
+    norm_routing_weights: bool = True
+    routing_scale: float = 1.5
+
+
+def experts_apart(real: bool, form: str) -> Form:
+    """Other ways of a module of experts: `gathered` for few tokens, `all` of them on all tokens, `blocks` of one expert's rows."""
+    hidden, inner, count, taken = (2048, 768, 64, 6) if real else (256, 128, 4, 2)
+    config = Mixture(hidden_size=hidden, moe_intermediate_size=inner, num_experts=count)
+    module = nnx.eval_shape(lambda: moe.Experts(config))
+    module.gate_up_proj.weight = nnx.Param(matrix(count * 2 * inner, hidden))
+    module.down_proj.weight = nnx.Param(matrix(count * hidden, inner, salt=1))
+
+    def draw(call: Call) -> dict[str, jax.Array]:
+        return {"x": numbers(call, hidden), "logits": numbers(call, count, jnp.float32, salt=1)}
+
+    def run(x: jax.Array, logits: jax.Array) -> jax.Array:
+        weights, chosen = jax.lax.top_k(logits, taken)
+        if form != "blocks":
+            return module.chosen(x, chosen, weights) if form == "gathered" else module.every(x, chosen, weights)
+        with nullcontext() if real else mock.patch.object(moe, "grouped_linear", _grouped):
+            return module.grouped(x, chosen, weights, implementation="mosaic_gpu")
+
+    return rowwise(draw, run, **(EXACT_PRODUCTS if real else {}))
+
+
+def _grouped(
+    x: jax.Array, weight: jax.Array, *, gated: bool = False, groups: Any, count: Any, implementation: str
+) -> jax.Array:
+    assert implementation == "mosaic_gpu"
+    return launch_grouped(x, weight, groups, count, gated=gated, interpret=INTERPRET)
+
+
+def routing(real: bool, kind: str) -> Form:
+    """Which experts, of open groups, and how much of each, from scores that XLA multiplies."""
+    hidden, count = (2048, 64) if real else (64, 16)
+    config = Mixture(routing=kind, num_groups=4, groups_per_token=2, experts_per_token=3)
+    scorer, bias = matrix(count, hidden), jax.random.normal(jax.random.key(3), (count,)) / 4
+
+    def draw(call: Call) -> dict[str, jax.Array]:
+        return {"x": numbers(call, hidden)} if real else {"logits": 4 * numbers(call, count, jnp.float32)}
+
+    def run(x: jax.Array | None = None, logits: jax.Array | None = None) -> Any:
+        scores = logits if x is None else dense_scores(x, scorer)
+        assert scores is not None
+        return moe.route(config, scores, bias if kind == "noaux_tc" else None)
+
+    return rowwise(draw, run, **(EXACT_PRODUCTS if real else {}))
+
+
 def experts_in_four_bits(real: bool) -> Form:
     hidden, inner, count, taken = (2880, 2880, 32, 4) if real else (128, 64, 4, 2)
     rng = np.random.default_rng(0)
@@ -331,6 +403,26 @@ def _filtered(logits: jax.Array, noise: jax.Array, **how: Any) -> jax.Array:
     return launch_choice(logits, noise, *laws, **how)
 
 
+def rounded_queries(real: bool) -> Form:
+    """To float8 on a scale of the layer, over latent rows that are so."""
+    width = 16 * 576 if real else 160
+    return rowwise(in_rows("x", width=width), lambda x: quantize_tensor(x, 0.01).astype(jnp.float32))
+
+
+def masking(real: bool) -> Form:
+    """What a grammar allows of tokens, told as bits."""
+    vocab = 151_936 if real else 96
+
+    def draw(call: Call) -> dict[str, jax.Array]:
+        words = numbers(call, vocab // 32, jnp.float32, salt=1)
+        return {"logits": 8 * numbers(call, vocab), "masks": jax.lax.bitcast_convert_type(words, jnp.uint32)}
+
+    def run(given: dict[str, jax.Array]) -> jax.Array:
+        return jnp.argmax(masked(given["logits"], given["masks"]), axis=-1)
+
+    return Form(draw, run, EXACT_PRODUCTS if real else {})
+
+
 def adjusting(real: bool, *, sampled: bool) -> Form:
     """Penalties, biases and refused words, under the tokens that a block proposes before a row.
 
@@ -380,6 +472,7 @@ ROWWISE = {
     "product": Operation(partial(products, form="store"), [(4, 8), (4, 16)], "TB", real=WHOLE[:3]),
     "product, SwiGLU": Operation(partial(products, form="swiglu"), [(4, 8), (4, 16)], "TB", real=WHOLE),
     "product onto the stream, normed": Operation(partial(products, form="onto"), [(4, 8)], real=WHOLE),
+    "product in parts": Operation(partial(products, form="parts"), [(4, 8)], real=WHOLE),
     "product by blocks of columns": Operation(partial(products, form="blocks"), [(3, 4)], most=512),
     "product of XLA": Operation(products_of_xla, []),
     "product of XLA, int8": Operation(partial(products_of_xla, kind="int8"), []),
@@ -399,10 +492,18 @@ ROWWISE = {
     "experts": Operation(partial(experts, form="routed"), [(3, 4)], most=512),
     "experts, chosen by the kernel": Operation(partial(experts, form="mixture"), [(3, 4)], most=512),
     "experts in four bits": Operation(experts_in_four_bits, [(3, 4)], most=64),
+    "experts in four bits, many tokens": Operation(experts_in_four_bits, [], real=[(8, 32), (16, 32)]),
+    "experts, gathered": Operation(partial(experts_apart, form="gathered"), [(3, 4)], most=10),
+    "experts, all on all tokens": Operation(partial(experts_apart, form="all"), [], real=[(2, 16), (8, 16)]),
+    "experts in blocks": Operation(partial(experts_apart, form="blocks"), [(3, 4)], real=[(33, 32), (16, 64)]),
+    "routing among groups": Operation(partial(routing, kind="group_limited_greedy"), [(3, 4), (1, 2)]),
+    "routing by sigmoids, biased": Operation(partial(routing, kind="noaux_tc"), [(3, 4), (1, 2)]),
+    "queries in float8": Operation(rounded_queries, [(3, 4), (1, 2)], "TB"),
     "choice, greedy": Operation(partial(choosing, mode="greedy"), [(3, 4), (1, 2)], "TB"),
     "choice, sampled": Operation(partial(choosing, mode="sampled"), [(3, 4), (1, 2)], "TB"),
     "choice, filtered": Operation(partial(choosing, mode="full"), [(3, 4), (1, 2)], "TB"),
     "choice, filtered by the kernel": Operation(filtering, [(2, 1), (1, 3)], "TB"),
+    "choice, allowed by a grammar": Operation(masking, [(3, 4), (1, 2)], "TB"),
     "choice, penalties and biases": Operation(partial(adjusting, sampled=False), [(3, 4), (1, 2)], "TB"),
     "choice, penalties and biases, sampled": Operation(partial(adjusting, sampled=True), [(3, 4), (1, 2)], "TB"),
 }

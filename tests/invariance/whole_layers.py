@@ -218,6 +218,12 @@ WHOLE_LAYERS = {
     "layer with attention over float8 pages": Operation(
         partial(whole_layer, stored=FP8), [(1, 4)], most=16, real=[(1, 16), (1, 5)]
     ),
+    "layer with attention over float8 pages, int8": Operation(
+        partial(whole_layer, stored=FP8, kind="int8"), [], most=16, real=[(1, 16)]
+    ),
+    "layer with attention over float8 pages, fp8": Operation(
+        partial(whole_layer, stored=FP8, kind="fp8"), [], most=16, real=[(1, 16)]
+    ),
     "layer with attention, int8": Operation(partial(whole_layer, kind="int8"), [(1, 4)], most=16, real=[(1, 16)]),
     "attention from the projection": Operation(attention_from_projection, real=[(2, 16), (8, 16), (17, 5), (33, 16)]),
     "attention from the projection, one split": Operation(

@@ -226,7 +226,7 @@ def test_info_tells_whose_layers_it_has(folders: tuple[Path, Path]) -> None:
     assert "draft head markov, layers of gemma4" in text
 
 
-@pytest.mark.few("plain-all*", "float8-three*")
+@pytest.mark.few("float8-three*")
 @pytest.mark.parametrize("few", [3, None], ids=["three verified", "all verified"])
 @pytest.mark.parametrize(
     "options", [{}, {"draft_window": 16}, {"draft_cache_dtype": "fp8"}, {"draft_weight_dtype": "int8"}],
@@ -312,6 +312,7 @@ def test_how_it_runs() -> None:
     assert not sharing_refusals(GEMMA4_TARGETS["gemma-4-12B"], config, 4)
 
 
+@pytest.mark.few  # tests/parallel shares both of other pairs
 def test_two_devices_share_both(tmp_path: Path) -> None:
     """Texts and acceptance are one device's, with key heads that both hold and ones that they divide."""
     for seed, shared in ((3, 1), (4, 2)):

@@ -115,7 +115,7 @@ def folders(tmp_path_factory) -> Any:
     return folder
 
 
-@pytest.mark.few("gpt_oss-2", "gemma4_moe-2", "gemma4_small-4")
+@pytest.mark.few("gemma4_moe-2")
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "mxfp4"])
 def test_texts(folders, name, ranks):
@@ -156,11 +156,13 @@ def test_experts_in_four_bits(folders, kept):
         assert {shard.data.shape[0] for shard in ours.addressable_shards} == {len(theirs) // 2}
 
 
+@pytest.mark.few  # their logits are compared above
 def test_texts_of_experts_in_four_bits(folders):
     single, model = (dj.load(folders("mxfp4"), tp=tp, weight_dtype="mxfp4", **OPTIONS) for tp in (1, 2))
     assert served(model, GREEDY) == served(single, GREEDY)
 
 
+@pytest.mark.few  # test_eight_bit_pages has those of one shape
 def test_pages_of_two_shapes_in_eight_bits(folders):
     """Scales of both shapes' heads, one of which two devices hold."""
     eight: Any = {"cache_dtype": "int8", "calibration": PROMPTS}

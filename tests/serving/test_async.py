@@ -50,14 +50,15 @@ def test_many_tasks_and_threads_share_a_batch(model, texts):
 
 
 def test_a_stream_is_its_text_in_pieces_and_a_slow_reader_gets_few(model, texts):
-    async def read(pause: float):
+    async def read(*, slow: bool):
         pieces = []
         async for piece in dj.astream(model, PROMPTS[0], GREEDY, cycles=1):
             pieces.append(piece)
-            await asyncio.sleep(pause)
+            while slow and model.engine.scheduler._live:
+                await asyncio.sleep(0.01)
         return pieces
 
-    quick, slow = asyncio.run(read(0)), asyncio.run(read(0.5))
+    quick, slow = asyncio.run(read(slow=False)), asyncio.run(read(slow=True))
     for pieces in quick, slow:
         assert "".join(piece.text for piece in pieces) == texts[0]
         assert [token for piece in pieces for token in piece.token_ids] == pieces[-1].completion.token_ids
