@@ -15,6 +15,7 @@ from dflash_jax.decoding.grammar_tables import Shelf, block_states, states_after
 from dflash_jax.decoding.token_automata import FREE
 from dflash_jax.engine import scheduler
 
+from ..hybrid_pair import hybrid_pair
 from ..random_pair import VOCAB
 from .test_adjustments import EVERYTHING, PROMPTS, asked, texts_of
 from .test_grammar_masks import END, FIRST, automaton_of, grammar_of, with_table
@@ -179,3 +180,14 @@ def test_rows_of_blocks_are_those_of_the_host(seed: int) -> None:
     for slot, (table, text) in enumerate(texts):
         own = FREE if table is None else table.walk([*text, *tokens[slot, : counts[slot]].tolist()])
         assert after[slot] == (FREE if table is None else shelf.state(table, own))
+
+
+def test_states_of_delta_nets_beside_tables() -> None:
+    pair = hybrid_pair(max_batch=2, max_model_len=64)
+    asks = [asked(0, PROMPTS[0], max_tokens=24), asked(1, PROMPTS[1], max_tokens=24, temperature=1.0, top_k=20)]
+    asks = [
+        replace(ask, grammar=tabled(PATTERNS[place]), eos_ids=(END,)) for ask, place in zip(asks, (0, 2), strict=True)
+    ]
+    texts, counts = texts_of(pair, asks, draft=True)
+    assert texts == texts_of(pair, list(map(on_host, asks)), draft=True)[0]
+    assert set(counts) > {1}
