@@ -80,7 +80,7 @@ BENCHMARKS = {
     "mla_prefill_crossover": ("mla_prefill.py --parts crossover --heads 16 --tokens 128 256 512 1024", 100),
     "cache_write": ("cache_write.py", 40),
     "moe_30b": ("moe.py --shape Qwen3-30B-A3B --without-ragged --tokens 1 8 16 128 512", 120),
-    "structured": ("structured.py --shapes qwen3-4b", 90),
+    "structured": ("structured.py --shapes qwen3-4b", 200),
     "serving": ("serving.py --shapes qwen3-4b", 130),
     "serving_late": ("serving.py --shapes qwen3-4b --late-dispatch", 130),
     "moe_lite": ("moe.py --without-ragged --tokens 1 16 128 512 2048", 120),

@@ -149,7 +149,7 @@ class Model:
 
         Args:
           modes: greedy; sampled adds temperature; full adds top_p, top_k, min_p and min_tokens; adjusted adds penalties,
-            logit_bias, allowed_token_ids and bad_words; structured adds grammars.
+            logit_bias, allowed_token_ids and bad_words; regular adds grammars that are tables, structured all others.
           draft: with the drafter, without it, or both.
           batch: numbers of slots; None for every bucket up to max_batch.
           progress: show a bar.

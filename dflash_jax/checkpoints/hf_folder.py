@@ -113,7 +113,8 @@ def _read_config(result: HuggingFaceFolder) -> dict[str, Any]:
     places = [config, text] if isinstance(text, dict) else [config]
     if (result.folder / MODELOPT).exists() and not any(one.get("quantization_config") for one in places):
         said = (_read_json(result, MODELOPT) or {}).get("quantization")
-        config["quantization_config"] = {"quant_method": "modelopt", **said} if isinstance(said, dict) else None
+        if isinstance(said, dict) and (said.get("quant_algo") or said.get("kv_cache_quant_algo")):
+            config["quantization_config"] = {**said, "quant_method": "modelopt"}
     return config
 
 

@@ -45,8 +45,9 @@ def serve_model(args: argparse.Namespace, options: dict[str, Any]) -> None:
                 raise TokenizerError(f"{model.name} has no tokenizer.json: --chat-template is of no use to it")
             model.tokenizer.template, model.tokenizer.tool_template = template, None
         if not args.no_warmup:
-            # Nobody can ask for the last mode without llguidance, nor where several GPUs share a model.
-            modes = MODES if installed() and model.engine.tp == 1 else MODES[:-1]
+            # Nobody can ask for grammars without llguidance, nor have the host asked where several GPUs share a model.
+            last = "structured" if installed() and model.engine.tp == 1 else "regular" if installed() else "adjusted"
+            modes = MODES[: MODES.index(last) + 1]
             model.warmup(modes=modes, draft=(model.draft is not None,))
         return model
 

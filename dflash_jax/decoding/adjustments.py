@@ -32,7 +32,8 @@ class Adjustments:
       words: W sequences of at most L tokens whose last one is refused where the others stand before it, in what was emitted.
         Padded with -1 at their beginnings; all -1 is none.
       tail: the tokens emitted last, -1 where there were fewer.
-      grammar: numbers of grammars that the host knows, 0 for none; mode structured asks for what they allow.
+      grammar: in mode structured numbers of grammars that the host knows, and is asked what they allow; in mode regular states of
+        `decoding.grammar_tables.GrammarTables` behind the pending tokens; 0 for none.
     """
 
     bias: Float[Array, "B V"]

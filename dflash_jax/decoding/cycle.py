@@ -19,6 +19,7 @@ from dflash_jax.decoding.accept import accept_imposed, accept_matching, accept_r
 from dflash_jax.decoding.adjustments import Adjustments, adjusted_best, adjusted_logits, after, proposing_logits
 from dflash_jax.decoding.draft_window import last_pages
 from dflash_jax.decoding.grammar_masks import masked
+from dflash_jax.decoding.grammar_tables import GrammarTables, block_states, states_after, table_masks
 from dflash_jax.decoding.head_proposals import last_features, picker
 from dflash_jax.decoding.sampling import choose, filtered_logits, is_stop, noise_at, sample, without_stops
 from dflash_jax.decoding.state import DecodeState, Emitted, Plans, Setup, Weights, attending_heads
@@ -56,6 +57,7 @@ def cycle(
     estimate: Float[Array, "T"] | None = None,
     shared: Int[Array, "*groups B"] | None = None,
     drafts: Bool[Array, "B"] | None = None,
+    tables: GrammarTables | None = None,
 ) -> tuple[DecodeState, Emitted]:
     """Every live slot gains between 1 and T tokens; done slots stay as they are. Mode structured has `decoding.masked_cycle`.
 
@@ -70,12 +72,13 @@ def cycle(
         reads them once. A row of such for each of several groups; None where nothing is read so.
       drafts: of exact setups: in slots that do not draft no proposal stands. They are verified all the same, in the shape and the
         program of those that do.
+      tables: of the grammars of mode regular.
     """
     noise = drawn_noise(setup, state)
     with exchanging_in(workspaces.pairs), added_in_order(setup.exact):
         state, block = drafted(setup, weights, page_table, state, noise, workspaces, estimate, shared)
         state, rows = verified(setup, weights, page_table, state, block, workspaces, shared)
-        return judged(setup, weights, state, block, rows, noise, drafts=drafts)
+        return judged(setup, weights, state, block, rows, noise, drafts=drafts, tables=tables)
 
 
 @no_type_check  # JAX rebuilds pytrees with shapes and placeholders in place of arrays
@@ -233,16 +236,24 @@ def judged(
     noise: Float[Array, "B T V"] | None,
     masks: UInt32[Array, "B T W"] | None = None,
     drafts: Bool[Array, "B"] | None = None,
+    tables: GrammarTables | None = None,
 ) -> tuple[DecodeState, Emitted]:
     """Accepts a prefix of each block and commits it.
 
     Args:
       masks: what grammars allow, see `decoding.grammar_masks.masked`; None for everything.
-      drafts: see `cycle`.
+      drafts, tables: see `cycle`; with tables there are no other masks.
     """
     live, places, positions = ~state.done, jnp.arange(setup.width), emitted_at(setup, state)
     target = bind(setup.target, weights["target"])
     ids, pack, hidden = block.ids, block.pack, rows.hidden
+    grammar_states = None
+    if tables is not None:
+        assert state.adjust is not None, "states of mode regular hold grammars"
+        with jax.named_scope("grammar"):
+            grammar_states = block_states(tables, state.adjust.grammar, ids)
+            # A barrier: masks would be made once more for each of those that read them.
+            masks = jax.lax.optimization_barrier(table_masks(tables, grammar_states))
     with jax.named_scope("verify"):
         of_slots = pack.unpacked if pack is not None else lambda rows: rows
         if setup.exact:
@@ -296,6 +307,9 @@ def judged(
         counts = jnp.where(live, jnp.minimum(counts, state.remaining), 0).astype(jnp.int32)
         last = jnp.take_along_axis(tokens, jnp.maximum(counts - 1, 0)[:, None], axis=1)[:, 0]
         keep = (places < counts[:, None])[:, :, None]
+        adjust = None if state.adjust is None else after(state.adjust, tokens, counts)
+        if adjust is not None and tables is not None and grammar_states is not None:
+            adjust = replace(adjust, grammar=states_after(tables, grammar_states, tokens, counts))
         next_state = DecodeState(
             pending=jnp.where(live, last, state.pending),
             seq_lens=state.seq_lens + counts,
@@ -308,7 +322,7 @@ def judged(
             target_pages=state.target_pages,
             draft_pages=state.draft_pages,
             recurrent=folded(state.recurrent, rows.factors, counts),
-            adjust=None if state.adjust is None else after(state.adjust, tokens, counts),
+            adjust=adjust,
             shift=state.shift,
         )
     emitted = Emitted(tokens, counts, jnp.where(live, accepted, 0), *log_probabilities(setup, raw, tokens))

@@ -19,8 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
+from dflash_jax.decoding.token_automata import BITS, TokenAutomaton, thoughtful
+from dflash_jax.execution import switches
+
 NO_GRAMMAR = 0
-BITS = 32  # tokens of a word of a mask
 
 
 @dataclass(frozen=True)
@@ -31,12 +33,23 @@ class Grammar:
       matcher: llguidance's; texts follow copies of it.
       opens, closes: tokens of the marks around thoughts that may come before; None where none may.
       inside: whether a text begins with thoughts.
+      table: the same over the model's tokens, where it is regular; None where the host has to be asked.
+      reason: why it has no table; empty where it has one.
     """
 
     matcher: Any
     opens: int | None = None
     closes: int | None = None
     inside: bool = False
+    table: TokenAutomaton | None = None
+    reason: str = "nobody made one"
+
+    @property
+    def automaton(self) -> TokenAutomaton | None:
+        """The table with the thoughts before it; None where the host has to be asked."""
+        if self.table is None or not switches.GRAMMAR_TABLES:
+            return None
+        return self.table if self.closes is None else thoughtful(self.table, self.opens, self.closes, self.inside)
 
 
 class Follower:
@@ -44,19 +57,21 @@ class Follower:
 
     Args:
       emitted: tokens that it has already.
+      known: how many those were, where `emitted` are others that lead to the same place; None for as many.
 
     Attributes:
       number: on the device.
       error: why it cannot go on, where a bound was passed; empty while it can.
     """
 
-    def __init__(self, grammar: Grammar, emitted: Sequence[int] = ()):
+    def __init__(self, grammar: Grammar, emitted: Sequence[int] = (), known: int | None = None):
         self.number = next(_NUMBERS)
         self.error = ""
         self._matcher = grammar.matcher.deep_copy()
         self._opens, self._closes, self._inside = grammar.opens, grammar.closes, grammar.inside
         self._known, self._proposed = 0, list[int]()
         self._take(emitted)
+        self._known = self._known if known is None else known
         _FOLLOWERS[self.number] = self
 
     def walk(self, produced: int, ids: Sequence[int]) -> tuple[int, list[int], int | None]:

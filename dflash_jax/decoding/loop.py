@@ -10,6 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.compile.programs import compiled_with
 from dflash_jax.decoding.cycle import commit_context, cycle, cycle_plans, cycle_workspaces, in_one_graph
+from dflash_jax.decoding.grammar_tables import GrammarTables
 from dflash_jax.decoding.state import DecodeState, Emitted, Setup, Weights, apart, together
 from dflash_jax.execution.plan import ONE_GRAPH, choose_context
 from dflash_jax.models.registry import bind
@@ -38,12 +39,13 @@ def loop(
     estimate: Float[Array, "T"] | None = None,
     shared: Int[Array, "*groups B"] | None = None,
     drafts: Bool[Array, "B"] | None = None,
+    tables: GrammarTables | None = None,
 ) -> tuple[DecodeState, Emitted]:
     """Runs up to `cycles` (at most `max_cycles`, static) cycles and returns what each gave out, cycles first.
 
     Stops early when every slot is done, or, with `until_any`, as soon as another one is: its place can be given to a request
     that waits. Rows of cycles that did not run have counts of 0. Slots in `retired` are done from the start: their requests were
-    cancelled or have lost their pages. `estimate`, `shared` and `drafts`: see `cycle`.
+    cancelled or have lost their pages. `estimate`, `shared`, `drafts` and `tables`: see `cycle`.
     """
     state = narrowed(setup, weights, page_table, replace(state, done=state.done | retired))
     slots = state.done.shape[0]
@@ -62,7 +64,7 @@ def loop(
     def body(carry):
         index, _, numbers, rest, rows = carry
         state, emitted = cycle(
-            setup, weights, page_table, together(numbers, rest), workspaces, estimate, shared, drafts
+            setup, weights, page_table, together(numbers, rest), workspaces, estimate, shared, drafts, tables
         )
         set_row = partial(jax.lax.dynamic_update_index_in_dim, index=index, axis=0)
         # Counted beside what a cycle writes last: in the condition it would come after that.

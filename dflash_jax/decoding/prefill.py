@@ -1,5 +1,6 @@
 """Prompts: pages of target and drafter are filled chunk by chunk, and scored where asked; then the first token is chosen."""
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +16,7 @@ from dflash_jax.compile.programs import compiled_with
 from dflash_jax.decoding.adjustments import adjusted_logits, after
 from dflash_jax.decoding.cycle import log_probabilities
 from dflash_jax.decoding.grammar_masks import masked
+from dflash_jax.decoding.grammar_tables import GrammarTables, states_after, table_masks
 from dflash_jax.decoding.sampling import is_stop, sample, without_stops
 from dflash_jax.decoding.state import DecodeState, Emitted, Setup, Weights, attending_heads, page_shape
 from dflash_jax.execution.draft_context import context_products
@@ -175,6 +177,7 @@ def admit(
     rows: DecodeState,
     logits: Float[Array, "n 1 V"],
     masks: UInt32[Array, "n 1 W"] | None = None,
+    tables: GrammarTables | None = None,
 ) -> tuple[DecodeState, Emitted]:
     """Places prefilled requests into slots and emits their first tokens, unless they had emitted some before.
 
@@ -185,6 +188,7 @@ def admit(
         emitted, `remaining` may be; `pending` is the last one emitted, or -1 where the first is to be chosen here.
       logits: of the last token in the pages.
       masks: in mode structured what grammars allow, see `decoding.grammar_masks.masked`.
+      tables: in mode regular those of the grammars whose states `rows` hold, behind what was emitted.
     """
     request = rows.request
     left = logits
@@ -192,16 +196,21 @@ def admit(
         left = without_stops(logits.astype(state.features.dtype), request, rows.produced)
     elif rows.adjust is not None:
         left = adjusted_logits(without_stops(logits, request, rows.produced), rows.pending[:, None], rows.adjust)
+        if tables is not None:
+            masks = table_masks(tables, rows.adjust.grammar[:, None])
         left = left if masks is None else masked(left, masks)
     token = sample(left, rows.seq_lens[:, None], request, "greedy" if setup.greedy else setup.mode)
     resumed = rows.pending >= 0
     gained = jnp.where(resumed, 0, 1).astype(jnp.int32)
     ended = is_stop(token, request.stop_ids)[:, 0] | (rows.remaining <= 1)
+    adjust = None if rows.adjust is None else after(rows.adjust, token, gained)
+    if adjust is not None and tables is not None:
+        adjust = replace(adjust, grammar=states_after(tables, adjust.grammar[:, None], token, gained))
     rows = DecodeState(
         pending=jnp.where(resumed, rows.pending, token[:, 0]), seq_lens=rows.seq_lens, features=rows.features,
         fresh=jnp.zeros_like(gained), produced=rows.produced + gained, remaining=rows.remaining - gained,
         done=ended & ~resumed, request=request, target_pages=state.target_pages, draft_pages=state.draft_pages,
-        recurrent=state.recurrent, adjust=None if rows.adjust is None else after(rows.adjust, token, gained),
+        recurrent=state.recurrent, adjust=adjust,
         shift=rows.shift,
     )  # fmt: skip
 

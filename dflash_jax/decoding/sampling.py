@@ -16,7 +16,7 @@ from dflash_kernels import filter_logits, filtered_choice, scaled_logits
 from jax.extend.random import threefry2x32_p
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-Mode = Literal["greedy", "sampled", "full", "adjusted", "structured"]
+Mode = Literal["greedy", "sampled", "full", "adjusted", "regular", "structured"]
 
 
 @no_type_check  # JAX rebuilds pytrees with shapes and placeholders in place of arrays
@@ -105,8 +105,8 @@ def sample(
     """The token each row of the target's logits chooses for its position, filters and all; ties go to the lowest id.
 
     Args:
-      logits: float32; in mode full of the dtype that the product before was rounded to, in which filters compare. In adjusted and
-        structured they are no such numbers any more.
+      logits: float32; in mode full of the dtype that the product before was rounded to, in which filters compare. In modes
+        from adjusted on they are no such numbers any more.
       noise: `noise_at` of these positions, where the caller has it already.
     """
     if mode == "greedy":

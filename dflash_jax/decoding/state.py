@@ -49,8 +49,8 @@ class Setup:
     Attributes:
       target, draft: configurations; draft None is plain decoding.
       mode: greedy; sampled adds temperature; full adds filters and min_tokens; adjusted adds biases, penalties and refused words;
-        structured adds grammars.
-      sampling: whether a request may sample; read in modes adjusted and structured, which are greedy without.
+        regular adds grammars that are tables, structured those that the host is asked for.
+      sampling: whether a request may sample; read in modes from adjusted on, which are greedy without.
       logprobs: whether log-probabilities come back.
       proposals: how a drafter proposes where a request samples: its own logits plus the target's noise, its argmax, or its own
         sample judged by p/q rejection.
@@ -231,7 +231,7 @@ class DecodeState:
       remaining: tokens that may still be emitted.
       done: finished or empty slots; they change nothing and read nothing.
       recurrent: states of the target's gated delta nets, after `seq_lens` tokens; () where it has none.
-      adjust: in modes adjusted and structured what changes logits; None elsewhere.
+      adjust: in modes from adjusted on what changes logits; None elsewhere.
       shift: what is added to where the target's tokens stand among the keys to give what they turn by: a picture takes fewer
         positions than tokens. The drafter's turn by where they stand. None where prompts hold no pictures.
     """

@@ -65,7 +65,7 @@ class Request:
         """The simplest program that serves it."""
         p = self.params
         if self.grammar is not None:
-            return "structured"
+            return "structured" if self.grammar.automaton is None else "regular"
         if self.adjusts:
             return "adjusted"
         if p.min_tokens > 0 or (p.temperature > 0 and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0)):
@@ -279,7 +279,7 @@ def adjustments(
 
     Args:
       requests: as of `request_rows`.
-      grammars: numbers of `decoding.grammar_masks.Follower`; None for none.
+      grammars: of `Adjustments`; None for none.
     """
     count = len(requests)
     bias, seen = np.zeros((count, vocab), np.float32), np.zeros((count, vocab), np.int32)

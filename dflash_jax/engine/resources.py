@@ -4,13 +4,14 @@ import itertools
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from dflash_kernels import DeltaState
+from jax.sharding import NamedSharding, PartitionSpec
 
 from dflash_jax.attention.mla import ABSORBED, BY_ARITHMETIC, LatentForm
 from dflash_jax.cache import CacheScales, PageAllocator, Pages, layer_specs, make_pages
@@ -22,6 +23,7 @@ from dflash_jax.checkpoints.calibration import calibrate
 from dflash_jax.compile.over_ranks import share_pools
 from dflash_jax.compile.programs import Programs, Status
 from dflash_jax.config import DecoderConfig
+from dflash_jax.decoding.grammar_tables import Shelf
 from dflash_jax.decoding.sampling import Mode
 from dflash_jax.decoding.state import Proposals, Setup
 from dflash_jax.engine.acceptance_estimate import AcceptanceEstimate
@@ -318,9 +320,10 @@ class Resources:
             )
         if request.adjusts:
             self._check_adjustments(request)
-        if request.grammar is not None and self.tp > 1:
+        if request.grammar is not None and self.tp > 1 and (request.mode != "regular" or jax.process_count() > 1):
+            why = request.grammar.reason or "on several hosts"
             raise ParameterError(
-                f"structured asks the host in every cycle, which tp={self.tp} does not do: load with tp=1"
+                f"this structured text asks the host in every cycle ({why:.200}), which tp={self.tp} does not do: load with tp=1"
             )
         if params.structured is not None and request.grammar is None:
             raise ParameterError(
@@ -542,6 +545,13 @@ class Resources:
     def lose_pools(self) -> None:
         """The device failed: what its last program returned may be its error in place of numbers, to whoever reads it."""
         self._pools, self._kept_states = None, ()
+
+    @cached_property
+    def shelf(self) -> Shelf:
+        """Where the tables of grammars are."""
+        ranks = self.programs.ranks
+        everywhere = None if ranks is None else NamedSharding(ranks.mesh, PartitionSpec())
+        return Shelf(self.target.vocab_size, partial(jax.device_put, device=everywhere))
 
     @property
     def kept_states(self) -> tuple[DeltaState, ...]:

@@ -22,6 +22,7 @@ import numpy as np
 from dflash_jax.cache.groups import table_width
 from dflash_jax.compile.programs import Status, start_compiling
 from dflash_jax.decoding.grammar_masks import NO_GRAMMAR, Follower, masks_of
+from dflash_jax.decoding.grammar_tables import GrammarTables
 from dflash_jax.decoding.loop import loop
 from dflash_jax.decoding.prefill import Caches, Pictured, prefill_chunk, prefill_scored
 from dflash_jax.decoding.state import DecodeState, Emitted, Setup, without_pools
@@ -292,6 +293,8 @@ class Batch:
         if adjusted != (self.state.adjust is not None):
             none = adjustments([None] * self.size, self.core.target.vocab_size) if adjusted else None
             self.keep(replace(self.state, adjust=jax.device_put(none)))
+        if {needs.mode, self.needs.mode} == {"regular", "structured"}:
+            self._follow_anew(needs)
         self.needs = needs
 
     def retire(self, job: Job) -> None:
@@ -396,15 +399,13 @@ class Batch:
         named = [(job.request, job.tokens) if (job := jobs.get(row)) else None for row in range(len(slots))]
         grammars = [NO_GRAMMAR] * len(slots)
         for row, job in jobs.items():
-            if job.request.grammar is not None:
-                job.follower = Follower(job.request.grammar, job.tokens)
-                grammars[row] = job.follower.number
+            grammars[row] = self._grammar(job, job.tokens)
         arrays = request_rows(self.setup, named, self.needs.stop_width, self.core.dtype, grammars)
         masks = None
         if self.setup.mode == "structured":
             told = [grammars, arrays.produced, arrays.pending]
             masks = masks_of(np.stack([np.asarray(one, np.int32) for one in told], axis=1), self.core.target.vocab_size)
-        call = (None, self.state, slots, arrays, logits, masks)
+        call = (None, self.state, slots, arrays, logits, masks, *self._tables(self.setup))
         state, emitted = self.core.programs.call(admit_program, (self.setup,), (1,), *call)
         self.keep(state)
         for job in jobs.values():
@@ -449,7 +450,47 @@ class Batch:
         """What `loop` is called with after its static arguments; `table` may be a shape."""
         call = self.core.weights, table, self.state, np.int32(cycles), np.bool_(until_any), self.retired.copy()
         more = self.core.estimate if setup.per_request else None, shared
-        return (*call, *more, self.drafts) if setup.exact else (*call, *more)
+        tables = self._tables(setup)
+        drafts = (self.drafts if setup.exact else None,) if tables or setup.exact else ()
+        return (*call, *more, *drafts, *tables)
+
+    def _tables(self, setup: Setup) -> tuple[GrammarTables, ...]:
+        return (self.core.shelf.tables,) if setup.mode == "regular" else ()
+
+    def place(self, job: Job) -> bool:
+        """Finds room for the table of a request's grammar beside those of the requests in slots; False where there is none yet."""
+        used = {other.automaton for other in self.slots.taken if other.automaton is not None}
+        return job.automaton is None or self.core.shelf.place(job.automaton, used)
+
+    def _grammar(self, job: Job, tokens: Sequence[int], known: int | None = None) -> int:
+        """What the device knows a request's grammar by, behind `tokens`; `known` as of `Follower`."""
+        job.follower, grammar = None, job.request.grammar
+        if grammar is None:
+            return NO_GRAMMAR
+        if self.needs.mode == "regular" and job.automaton is not None:
+            return self.core.shelf.state(job.automaton, job.automaton.walk(tokens))
+        job.follower = Follower(grammar, tokens, known)
+        return job.follower.number
+
+    def _follow_anew(self, needs: Needs) -> None:
+        """Has grammars followed by the host, or by tables again, from where their texts are; waits for what is in flight."""
+        assert self.state.adjust is not None, "modes with grammars have adjustments"
+        told, was = self.state.adjust.grammar, self.needs.mode
+        numbers, produced, pending = (np.array(one) for one in (told, self.state.produced, self.state.pending))
+        self.needs = needs
+        for job in self.slots.decoding:
+            slot, automaton = job.slot, job.automaton
+            if job.request.grammar is None:
+                continue
+            if was == "regular" and automaton is not None:
+                # Texts may be ahead of what the host has seen. Any other that leads to the same state will do.
+                own = self.core.shelf.own(automaton, int(numbers[slot]))
+                numbers[slot] = self._grammar(job, automaton.prefix(own), int(produced[slot]))
+            else:
+                # But for a first token the host has seen everything: cycles that ask it return with their results.
+                first = [int(pending[slot])] if produced[slot] > len(job.tokens) else []
+                numbers[slot] = self._grammar(job, [*job.tokens, *first])
+        self.keep(replace(self.state, adjust=replace(self.state.adjust, grammar=jax.device_put(numbers))))
 
     def shared_pages(self, setup: Setup, width: int, cycles: int) -> np.ndarray | None:
         """What `cycle` takes as `shared`; None where pages are not to be read once, or nobody has compiled that yet."""
@@ -988,7 +1029,7 @@ class Scheduler:
 
     def _admit(self, batch: Batch, most: int | None = None) -> bool:
         """Gives a slot to the request that has waited longest, if its pages lack at most so many tokens."""
-        if not self._waiting or not self._fits(self._waiting[0], batch):
+        if not self._waiting or not self._fits(self._waiting[0], batch) or not batch.place(self._waiting[0]):
             return False
         self._served = (self._waiting[0],)
         if self._wants_slots(batch) and not self.inflight.calls:

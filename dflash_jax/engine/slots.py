@@ -12,6 +12,7 @@ from dflash_jax.cache.groups import GroupPool, first_column, join_tables
 from dflash_jax.cache.snapshots import SnapshotAccount
 from dflash_jax.decoding.grammar_masks import Follower
 from dflash_jax.decoding.prefill import Scores
+from dflash_jax.decoding.token_automata import TokenAutomaton
 from dflash_jax.engine.requests import Needs, Request, Update
 
 type Sink = Callable[[int, Update | Exception], None]
@@ -51,7 +52,8 @@ class Job:
       parts: scores of its prompt, with the row and the number of tokens in each, as far as calls were started.
       started, compiled: clock and compile time when it took its slot.
       needs: what it asks of programs.
-      follower: its place in its grammar while it has a slot; None without one.
+      follower: its place in its grammar while it has a slot and the host is asked; None without one.
+      automaton: its grammar as a table; None without one.
     """
 
     request: Request
@@ -81,9 +83,11 @@ class Job:
     compiled: float = 0.0
     follower: Follower | None = None
     needs: Needs = field(init=False)
+    automaton: TokenAutomaton | None = field(init=False)
 
     def __post_init__(self):
-        self.needs = self.request.needs
+        self.needs, grammar = self.request.needs, self.request.grammar
+        self.automaton = None if grammar is None else grammar.automaton
 
     @property
     def context(self) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from dflash_jax.cache import Pages
 from dflash_jax.cache.groups import join_tables
 from dflash_jax.cache.recurrent import copy_state, make_states
 from dflash_jax.decoding.grammar_masks import BITS
+from dflash_jax.decoding.grammar_tables import GrammarTables
 from dflash_jax.decoding.loop import loop
 from dflash_jax.decoding.masked_cycle import draft_block, judge_block, verify_block
 from dflash_jax.decoding.prefill import Caches, Pictured, admit, prefill_chunk
@@ -27,10 +28,11 @@ from dflash_jax.engine.verify_policy import kind_of
 
 
 def admit_program(
-    setup: Setup, _: None, state: DecodeState, slots: Array, rows: DecodeState, logits: Array, masks: Array | None
-):
+    setup: Setup, _: None, state: DecodeState, slots: Array, rows: DecodeState, logits: Array, masks: Array | None,
+    tables: GrammarTables | None = None,
+):  # fmt: skip
     """`admit` with the argument that programs keep for weights."""
-    return admit(setup, state, slots, rows, logits, masks)
+    return admit(setup, state, slots, rows, logits, masks, tables)
 
 
 def resize_program(_: None, state: DecodeState, rows: Array) -> DecodeState:
@@ -183,7 +185,7 @@ class Jobs:
         numbers = jax.ShapeDtypeStruct((rows,), np.int32)
         logits = jax.ShapeDtypeStruct((rows, 1, self.core.target.vocab_size), np.float32)
         masks = self._masks(rows, 1) if setup.mode == "structured" else None
-        call = (None, self._state(slots), numbers, arrays, logits, masks)
+        call = (None, self._state(slots), numbers, arrays, logits, masks, *self._tables())
         return partial(self.prepare, admit_program, (setup,), (1,), *call)
 
     def loop(self, slots: int, width: int, *, shared: Sharing | None = None) -> partial[None]:
@@ -192,7 +194,10 @@ class Jobs:
         if self.setup.mode == "structured":
             return self._masked_cycle(slots, width, retired, *more)
         call = (self.core.weights, self._table(slots, width), self._state(slots), self.scalar, self.flag, retired)
-        told = (retired,) if self.setup.exact else ()  # which of them draft
+        tables = self._tables()
+        told = (
+            (retired if self.setup.exact else None, *tables) if tables or self.setup.exact else ()
+        )  # which of them draft
         return partial(self.prepare, loop, (self.setup, MAX_CYCLES), (2,), *call, *more, *told)
 
     def _more(self, slots: int, *, shared: Sharing | None) -> tuple[Any, Any]:
@@ -216,6 +221,9 @@ class Jobs:
             self.prepare(judge_block, static, JUDGE_DONATES, weights, state, block, rows, masks, drafts)
 
         return partial(prepare, draft_block, (self.setup,), DRAFT_DONATES, *call)
+
+    def _tables(self) -> tuple[GrammarTables, ...]:
+        return (self.core.shelf.shapes(),) if self.setup.mode == "regular" else ()
 
     def _masks(self, rows: int, places: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((rows, places, -(-self.core.target.vocab_size // BITS)), np.uint32)

@@ -13,6 +13,7 @@ HYBRID_EIGHT_BITS = False  # the same with weights in eight bits, which no GPU h
 BIASES = True  # fused runners of layers with biases of queries, keys and values, added between two launches
 COLUMN_BLOCKS = True  # matrices stored in blocks of columns
 NARROW_ITEMS = False  # a schedule of parts for pages in eight bits, which no GPU has run
+GRAMMAR_TABLES = True  # grammars that are regular are tables on the device
 EXACT_EIGHT_BITS = False  # exact texts over heads' pages in float8 and int8 on a GPU, which none has run
 FOUR_BITS = True  # experts that were released in MXFP4 stay so where a kernel reads them
 RANK_EXCHANGE = True  # GPUs that share a model add up in kernels of the package's own while decoding

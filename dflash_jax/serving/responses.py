@@ -21,6 +21,8 @@ _FIXED: dict[str, tuple[Any, ...]] = {
     "truncation": ("disabled",), "background": (False,), "include": ([], ["reasoning.encrypted_content"]), "top_logprobs": (0,),
     "previous_response_id": (), "conversation": (), "prompt": (), "max_tool_calls": (),
 }  # fmt: skip
+# Names inside of fields; those that no answer here depends on are taken without effect.
+_INSIDE = {"text": ("format", "verbosity"), "reasoning": ("effort", "summary", "generate_summary")}
 _PARTS = ("input_text", "output_text", "text")
 
 
@@ -50,7 +52,10 @@ def response_ask(
                 code="unsupported_parameter",
             )  # fmt: skip
         if name not in (*_SAME, *_TOLD, *_FIXED):
-            raise Problem(400, f"unknown field: {name!r:.100}", param=name[:100], code="unknown_parameter")
+            raise _unknown(name)
+        for inner in _mapping(body, name) if name in _INSIDE else ():
+            if inner not in _INSIDE[name]:
+                raise _unknown(f"{name}.{inner}")
     chat: dict[str, Any] = {name: body[name] for name in _SAME if name in body}
     chat["messages"] = _messages(body)
     if "max_output_tokens" in body:
@@ -158,6 +163,10 @@ def _mapping(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     if not isinstance(value, dict):
         raise _wrong(name, "an object", value)
     return value
+
+
+def _unknown(name: str) -> Problem:
+    return Problem(400, f"unknown field: {name!r:.100}", param=name[:100], code="unknown_parameter")
 
 
 def _wrong(name: str, wanted: str, value: Any) -> Problem:

@@ -1,7 +1,9 @@
-"""Grammars over a model's tokens, compiled by llguidance and kept."""
+"""Grammars over a model's tokens, compiled by llguidance and kept, with tables of those that are regular."""
 
 import importlib
 import importlib.util
+import logging
+import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from threading import Lock
@@ -10,9 +12,13 @@ from typing import Any
 from dflash_jax.decoding.grammar_masks import Grammar
 from dflash_jax.errors import ParameterError, TokenizerError
 from dflash_jax.sampling_params import WHITE_SPACE, Structured
+from dflash_jax.text.regular.expressions import NotRegular
+from dflash_jax.text.regular.tables import table_of
+from dflash_jax.text.regular.tokens import Vocabulary, vocabulary_of
 from dflash_jax.text.tokenizer import Tokenizer
 
 MOST_KEPT = 128
+log = logging.getLogger("dflash_jax.grammars")
 
 
 class Grammars:
@@ -27,11 +33,13 @@ class Grammars:
     def __init__(self, tokenizer: Tokenizer | None, name: str, vocabulary: int, end_ids: Sequence[int]):
         self._tokenizer, self._name, self._vocabulary, self._end_ids = tokenizer, name, vocabulary, tuple(end_ids)
         self._tokens: Any = None
+        self._bytes: Vocabulary | None = None
         self._kept: OrderedDict[Structured, Grammar] = OrderedDict()
         self._lock = Lock()
 
     def compiled(self, given: Structured | Mapping[str, Any]) -> Grammar:
-        """A grammar at its beginning. The first of a model takes the time to read its tokens, up to a second.
+        """A grammar at its beginning. The first of a model takes the time to read its tokens, up to a second; a table takes about
+        as long.
 
         Raises:
           ParameterError: llguidance is not installed, or takes no such grammar, with what it says of it.
@@ -44,12 +52,29 @@ class Grammars:
                 return found
             tokens = self._tokens = self._tokens or self._read_tokens(llguidance)
         # Not under the lock: large grammars take a while, and others need not wait for them.
-        grammar = Grammar(_matcher(llguidance, tokens, wanted))
+        grammar = self._with_table(wanted, _matcher(llguidance, tokens, wanted))
         with self._lock:
             self._kept[wanted] = grammar
             while len(self._kept) > MOST_KEPT:
                 self._kept.popitem(last=False)
         return grammar
+
+    def _with_table(self, wanted: Structured, matcher: Any) -> Grammar:
+        started = time.perf_counter()
+        try:
+            with self._lock:
+                if self._bytes is None:
+                    self._bytes = vocabulary_of(self._tokens, self._vocabulary, self._end_ids)
+            table = table_of(wanted, self._bytes, matcher)
+        except NotRegular as error:
+            log.info("%r: the host is asked in every cycle: %s", wanted, error)
+            return Grammar(matcher, reason=str(error))
+        except Exception as error:  # a table is a matter of speed: whatever is wrong with one, the host can be asked
+            log.exception("%r: no table could be made, the host is asked in every cycle", wanted)
+            return Grammar(matcher, reason=f"no table could be made: {error!r:.200}")
+        seconds = time.perf_counter() - started
+        log.info("%r: a table of %d states and %d classes, %.2f s", wanted, *table.next.shape, seconds)
+        return Grammar(matcher, table=table, reason="")
 
     def _read_tokens(self, llguidance: Any) -> Any:
         if self._tokenizer is None:

@@ -257,6 +257,17 @@ def test_a_release_that_says_it_in_a_file_of_its_own(hf):
         np.testing.assert_array_equal(value, exact[name].astype(np.float32), err_msg=name)
 
 
+def test_what_modelopts_own_file_may_say_beside_float8(hf: Any) -> None:
+    folder = hf.qwen3()
+    for said in ({}, {"quant_algo": None, "kv_cache_quant_algo": None}):
+        (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": said}))
+        assert open_checkpoint(folder).cache_dtype is None
+    said = {"quant_algo": "NVFP4", "group_size": 16, "kv_cache_quant_algo": "FP8"}
+    (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": said}))
+    with pytest.raises(ConfigError, match="quant_algo='NVFP4' in quantization_config, expected one of 'FP8'"):
+        open_checkpoint(folder)
+
+
 def test_groups_of_modules_in_different_formats(hf):
     """Feed-forwards in int4 and the rest in int8: each tensor's dtype tells which it is."""
     four, eight = (FOLDERS[kind][1]["config_groups"]["group_0"] for kind in ("int4", "int8"))

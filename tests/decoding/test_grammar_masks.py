@@ -14,11 +14,17 @@ from dflash_jax.decoding import cycle, grammar_masks
 from dflash_jax.decoding.accept import accept_matching
 from dflash_jax.decoding.adjustments import Adjustments, adjusted_logits, after
 from dflash_jax.decoding.grammar_masks import Follower, Grammar, masked, masks_of
+from dflash_jax.decoding.grammar_tables import GrammarTables, Shelf, block_states, states_after, table_masks
 from dflash_jax.decoding.sampling import choose, filtered_logits
+from dflash_jax.decoding.token_automata import TokenAutomaton
 from dflash_jax.engine import scheduler
 from dflash_jax.engine.requests import adjustments
 from dflash_jax.errors import DFlashError
 from dflash_jax.models.registry import bind
+from dflash_jax.text.regular.expressions import automaton
+from dflash_jax.text.regular.oracle import compare
+from dflash_jax.text.regular.patterns import parse
+from dflash_jax.text.regular.tokens import token_automaton, vocabulary_of
 
 from ..random_pair import VOCAB
 from .chi_square import count, p_value
@@ -43,6 +49,25 @@ def grammar_of(pattern: str, vocab: int, end: int, first: int = FIRST, **thought
 
     tokens = llguidance.LLTokenizer(llguidance.TokenizerWrapper(Letters()), n_vocab=vocab, eos_token=end)
     return Grammar(llguidance.LLMatcher(tokens, llguidance.LLMatcher.grammar_from_regex(pattern)), **thoughts)
+
+
+def with_table(grammar: Grammar, pattern: str, vocab: int, end: int, first: int) -> Grammar:
+    """A grammar of `grammar_of` with its table."""
+
+    class Letters:
+        """As llguidance's tokenizer tells tokens."""
+
+        is_special_token = staticmethod(lambda token: token == end)
+        decode_bytes = staticmethod(lambda tokens: bytes(first + token for token in tokens))
+
+    table = token_automaton(automaton(parse(pattern)), vocabulary_of(Letters, vocab, [end]), grammar.matcher)
+    compare(table, grammar.matcher)
+    return replace(grammar, table=table, reason="")
+
+
+def automaton_of(grammar: Grammar) -> TokenAutomaton:
+    assert grammar.automaton is not None
+    return grammar.automaton
 
 
 def by_turns(text: list[int]) -> set[int]:
@@ -150,13 +175,19 @@ def follows(text: tuple[int, ...]) -> set[int]:
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def emitted_texts(adjust: Adjustments, grammars: jax.Array, blind: bool) -> tuple[jax.Array, jax.Array]:
-    """The first tokens of every seed, and how many proposals stood at once. `blind` masks as if no proposal had come before."""
+def emitted_texts(
+    adjust: Adjustments, grammars: jax.Array, blind: bool, tables: GrammarTables | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """The first tokens of every seed, and how many proposals stood at once. `blind` masks as if no proposal had come before.
+
+    Args:
+      grammars: numbers that the host knows, or states of `tables`.
+    """
     rows, vocab = grammars.shape[0], len(TARGET)
     request, places, each = requests(rows, **FILTERS), jnp.arange(3), jnp.arange(rows)
 
     def cycle(carry: Any, _: Any) -> Any:
-        pending, length, text, adjust = carry
+        pending, length, text, adjust, state = carry
         positions = length[:, None] + places
         first = jnp.argmax(
             jnp.asarray(TARGET)[pending] + jnp.array([0, 0, 9, 0, 0, 0]) * (length % 2 == 0)[:, None], axis=-1
@@ -167,15 +198,23 @@ def emitted_texts(adjust: Adjustments, grammars: jax.Array, blind: bool) -> tupl
         walked = ids if not blind else ids.at[:, 1:].set(jnp.array([0, 1]))
         asked = jnp.concatenate([grammars[:, None], length[:, None], walked], axis=1)
         shape = jax.ShapeDtypeStruct((*walked.shape, 1), jnp.uint32)
-        logits = masked(logits, jax.pure_callback(lambda asked: masks_of(np.asarray(asked), vocab), shape, asked))
+        if tables is None:
+            masks = jax.pure_callback(lambda asked: masks_of(np.asarray(asked), vocab), shape, asked)
+        else:
+            states = block_states(tables, state, walked)
+            masks = table_masks(tables, states)
+        logits = masked(logits, masks)
         chosen = choose(filtered_logits(logits, request, "structured"), positions, request, "structured")
         accepted, tokens = accept_matching(proposals, chosen)
         at = jnp.where(places <= accepted[:, None], jnp.minimum(positions, PLACES), PLACES)
         text = text.at[each[:, None], at].set(tokens, mode="drop")
         last = jnp.take_along_axis(tokens, accepted[:, None], axis=1)[:, 0]
-        return (last, length + accepted + 1, text, after(adjust, tokens, accepted + 1)), accepted
+        if tables is not None:
+            state = states_after(tables, block_states(tables, state, ids), tokens, accepted + 1)
+        return (last, length + accepted + 1, text, after(adjust, tokens, accepted + 1), state), accepted
 
-    start = jnp.full(rows, START, jnp.int32), jnp.zeros(rows, jnp.int32), jnp.zeros((rows, PLACES), jnp.int32), adjust
+    nothing, texts = jnp.zeros(rows, jnp.int32), jnp.zeros((rows, PLACES), jnp.int32)
+    start = jnp.full(rows, START, jnp.int32), nothing, texts, adjust, grammars
     carry, accepted = jax.lax.scan(cycle, start, None, length=PLACES)
     ended = jnp.cumsum(carry[2] == 5, axis=1) > 0  # behind an end everything is one
     return jnp.where(ended, 5, carry[2]), accepted[0]
@@ -203,6 +242,14 @@ def test_sampled_blocks_have_the_masked_law() -> None:
     followers = [Follower(grammar) for _ in range(SEEDS)]
     blind = emitted_texts(adjust, jnp.array([follower.number for follower in followers]), True)[0]
     assert p_value(count(blind, vocab), law) < BAD, "masks of another path are not noticed"
+
+    shelf, table = Shelf(vocab), automaton_of(with_table(grammar, "(ab|c[bde])*[ac]?", vocab, 5, ord("a")))
+    assert shelf.place(table, ())
+    states = jnp.full(SEEDS, shelf.state(table, table.start))
+    by_table, accepted_so = emitted_texts(adjust, states, False, shelf.tables)
+    np.testing.assert_array_equal(by_table, text)
+    np.testing.assert_array_equal(accepted_so, accepted)
+    assert p_value(count(emitted_texts(adjust, states, True, shelf.tables)[0], vocab), law) < BAD
 
 
 def test_thoughts_come_before_a_grammar() -> None:

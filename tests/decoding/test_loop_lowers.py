@@ -64,6 +64,22 @@ def test_a_loop_that_reads_shared_pages_once_stays_one_graph(form):
     assert text.count("custom_call @mosaic_gpu_v2") >= 2
 
 
+@pytest.mark.parametrize("sampling", [False, True])
+def test_a_loop_with_grammars_as_tables_stays_one_graph(sampling):
+    """No branch and no sort, which a CUDA graph lacks, and nobody asks the host."""
+    target = target_config(num_layers=1, windows=(None,), num_heads=4, head_dim=64)
+    weights = weight_shapes([(target, family_named("qwen3"))], jnp.dtype(jnp.bfloat16))
+    engine = Engine(target, None, weights, jnp.dtype(jnp.bfloat16), max_model_len=512)
+    setup = engine.setup(mode="regular", draft=False, sampling=sampling)
+    jobs = Jobs(engine, setup, STOP_WIDTH)
+    for job in (jobs.loop(4, 8), jobs.admit(4, 2)):
+        function, static, _, *call = job.args
+        with on("NVIDIA H200"):
+            text = jax.jit(partial(function, *static)).trace(*call).lower(lowering_platforms=("cuda",)).as_text()
+        assert not re.search(r"(stablehlo|chlo|mhlo)\.(case|if|sort)", text)
+        assert "callback" not in text
+
+
 def test_a_sparse_targets_loop_has_no_branch_and_unpacks_no_pages():
     """DeepSeek-V3.2's widths, packed pages: no branch and no sort, which a CUDA graph lacks, and only chosen rows are unpacked."""
     whole = SPARSE_TARGETS["DeepSeek-V3.2"]

@@ -33,7 +33,9 @@ def test_what_a_run_calls_first_is_compiled_while_weights_are_read(draft, length
     assert len(compiled) == len(ahead)
     pieces = list(dj.stream(model, prompts, params, draft=draft))
     assert model.engine.programs.shapes() == compiled
-    assert pieces[-1].completion.stats.compile_s == 0
+    last = pieces[-1].completion
+    assert last is not None
+    assert last.stats.compile_s == 0
     plain = dj.load(dtype="float32", max_batch=4, max_model_len=600)
     expected = dj.generate(plain, prompts, params, draft=draft)
     assert [row.token_ids for row in expected] == [
@@ -99,7 +101,8 @@ def test_warmup_refuses_what_no_request_can_be():
     model = dj.load(dtype="float32", max_batch=2, max_model_len=128)
     warmup = inspect.unwrap(dj.Model.warmup)  # in test runs a type checker around it would speak first
     with pytest.raises(
-        dj.ParameterError, match=r"modes must be among greedy, sampled, full, adjusted, structured, got \['beam'\]"
+        dj.ParameterError,
+        match=r"modes must be among greedy, sampled, full, adjusted, regular, structured, got \['beam'\]",
     ):
         warmup(model, modes=["beam"])
     with pytest.raises(dj.ParameterError, match=r"from 1 to max_batch, which is 2, got \[3\]"):

@@ -138,6 +138,7 @@ def test_hybrid_layers_in_eight_bits(kind: Any, runner: str, sequences: int, mon
         return runs(chosen, model, model.embed(ids), rotary, dense_attend())
 
     monkeypatch.setattr(plan, "layer_chain_refusal", lambda rows, *_, **__: "many rows" if rows > 16 else None)
+    monkeypatch.setattr(switches, "HYBRID_EIGHT_BITS", False)
     off = choose(layer_traits(config), call, weight_format(params))
     assert (off.runner, "switched off" in (off.refused(runner) or "")) == ("plain", True)
     monkeypatch.setattr(switches, "HYBRID_EIGHT_BITS", True)

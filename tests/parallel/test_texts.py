@@ -1,5 +1,6 @@
 """Devices that share a pair emit what one device emits, with the same proposals accepted."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 
 import dflash_jax as dj
+from dflash_jax.engine.requests import Request
 
 # Pages for one request of full length and one more.
 OPTIONS: Any = {"dtype": "float32", "max_batch": 2, "max_model_len": 64, "page_size": 16, "num_pages": 6}
@@ -135,3 +137,25 @@ def test_who_loses_its_pages_comes_back(single, double):
         assert model.engine.scheduler.stats.preemptions == 1
         assert model.engine.allocator.num_free == 6
     assert found[0] == found[1]
+
+
+def test_grammars_as_tables(single, double):
+    """Every rank walks along the same table; one that the host has to be asked for is refused."""
+    pytest.importorskip("llguidance")
+    from ..decoding.test_grammar_masks import FIRST, grammar_of, with_table
+
+    pattern, end = "([!-@][A-`]){3,}", 95
+    grammar = with_table(grammar_of(pattern, 96, end), pattern, 96, end, FIRST)
+    ways = dj.SamplingParams(max_tokens=16), dj.SamplingParams(max_tokens=16, temperature=0.9, top_k=30, seed=3)
+    asks = [Request(i, tuple(PROMPTS[i]), ways[i], (end,), grammar=grammar) for i in range(2)]
+    found = []
+    for model in (single, double):
+        texts = [list[int](), list[int]()]
+        for update in model.engine.run(asks, draft=True, cycles=6):
+            texts[update.index] += update.tokens
+        found.append(texts)
+    assert found[0] == found[1]
+    for text in found[1]:
+        assert grammar.matcher.validate_tokens(text) == len(text) > 6
+    with pytest.raises(dj.ParameterError, match=r"asks the host in every cycle \(nobody made one\), which tp=2"):
+        double.engine.check(replace(asks[0], grammar=grammar_of(pattern, 96, end)))

@@ -58,7 +58,22 @@ def test_answers_are_what_was_asked_for(model):
     assert re.fullmatch("[0-9]{8}", rows[1].text)
     assert rows[2].text in ("red\n", 'blu"e', "green sky")
     assert re.fullmatch("z*(x[0-3]*y?)?", rows[3].text)
+    kept = [model.grammars.compiled(one.structured) for one in asked]
+    assert [one.table is None for one in kept] == [False, False, False, True]
+    assert [one.reason for one in kept] == ["", "", "", "a grammar with rules"]
     assert model.grammars.compiled({"json": SCHEMA}) is model.grammars.compiled(dj.Structured(json=json.dumps(SCHEMA)))
+
+
+def test_whatever_is_wrong_with_a_table_the_host_is_asked(model, monkeypatch, caplog):
+    pytest.importorskip("llguidance")
+    expected = dj.generate(model, PROMPT, dj.SamplingParams(structured={"regex": "[0-9]{7}"}, max_tokens=12))
+    kept = grammars.Grammars(model.tokenizer, "it", model.target.vocab_size, model.eos_ids)
+    monkeypatch.setattr(grammars, "table_of", lambda *_: 1 // 0)
+    monkeypatch.setitem(model.__dict__, "grammars", kept)
+    found = dj.generate(model, PROMPT, dj.SamplingParams(structured={"regex": "[0-9]{7}"}, max_tokens=12))
+    assert found.token_ids == expected.token_ids
+    assert kept.compiled({"regex": "[0-9]{7}"}).reason.startswith("no table could be made: ZeroDivisionError")
+    assert "the host is asked in every cycle" in caplog.text
 
 
 @pytest.mark.parametrize(

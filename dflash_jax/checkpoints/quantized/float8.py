@@ -60,10 +60,10 @@ def read_float8(said: Mapping[str, Any]) -> Release:
 
 def read_modelopt(said: Mapping[str, Any]) -> Release:
     """`read_float8` of ModelOpt's float8."""
+    one_of(said, "quant_algo", ("FP8",))  # first: other formats have keys of their own
     refuse_unknown(
         "modelopt", said, "config_groups exclude_modules ignore producer quant_algo quant_method version".split()
     )
-    one_of(said, "quant_algo", ("FP8",))
     check_names(said, "exclude_modules", "ignore")
     return _release("with a scale for each tensor", "static", PER_TENSOR)
 

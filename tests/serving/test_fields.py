@@ -1,4 +1,4 @@
-"""Fields about tokens that a server does what they say, or refuses."""
+"""Fields of bodies are done or refused, never passed over: those about tokens, and those inside of others."""
 
 from typing import Any
 
@@ -36,6 +36,8 @@ def test_tokens_around_a_prompt_may_be_left_out(client: Any, model: dj.Model, mo
         ("/tokenize", {"prompt": PROMPT, "return_token_strs": "yes"}, "return_token_strs"),
         ("/tokenize", CHAT | {"add_generation_prompt": False}, "add_generation_prompt"),
         ("/tokenize", CHAT | {"add_special_tokens": True}, "add_special_tokens"),
+        ("/v1/responses", {"input": "a", "text": {"format": {"type": "text"}, "length": 3}}, "text.length"),
+        ("/v1/responses", {"input": "a", "reasoning": {"budget": 3}}, "reasoning.budget"),
         ("/detokenize", {"tokens": [1], "skip_special_tokens": True}, "skip_special_tokens"),
     ],
 )
