@@ -76,9 +76,6 @@ EXACT_PRODUCTS = {
     "xla_allow_excess_precision": False,
 }
 
-# Formats of pages of heads that a kernel widens; others are XLA's.
-WIDENED = ("fp8", "int8")
-
 # In the layers: from the stream to what mixes tokens, from there to the stream, and of the feed-forward.
 MATRICES = (
     "attn.qkv_proj.weight", "attn.o_proj.weight", "delta.in_proj.weight", "delta.out_proj.weight", "mlp.gate_up_proj.weight",
@@ -297,11 +294,6 @@ def exact_refusals(traits: LayerTraits, tokens: int, cache_dtype: str | None = N
     if traits.convolved:
         reasons.append("sublayers are convolved along the tokens")
     hopper = target().capability == HOPPER
-    if traits.attention == "heads" and cache_dtype in WIDENED and hopper and not switches.EXACT_EIGHT_BITS:
-        reasons.append(
-            f"the kernel of attention over pages in {cache_dtype!r} that gives each token its own order of keys and its own "
-            "rounding was interpreted, and no GPU has run it: leave cache_dtype out"
-        )
     if traits.attention == "latent" and cache_dtype == "fp8" and tokens > 1 and tokens * traits.heads <= NARROW_ROWS:
         reasons.append(
             f"the kernel for up to {NARROW_ROWS} queries over latent rows in float8 deals keys out by how many there are: take "

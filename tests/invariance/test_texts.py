@@ -21,7 +21,6 @@ from dflash_jax.engine import Engine
 from dflash_jax.engine.planning import check_exact
 from dflash_jax.engine.requests import Request
 from dflash_jax.errors import ParameterError
-from dflash_jax.execution import switches
 from dflash_jax.models import DeepseekConfig, family_for
 from dflash_jax.models.heads import MarkovConfig, SelectorConfig
 from dflash_jax.models.qwen3_moe import Qwen3MoeConfig
@@ -177,19 +176,13 @@ def test_refused(target: Any, options: Any, why: str) -> None:
 
 
 @pytest.mark.parametrize("kept", ["fp8", "int8"])
-def test_pages_in_eight_bits_where_they_have_run(kept: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a Hopper GPU behind a switch; XLA attends to them elsewhere."""
-    options = LoadOptions(exact=True, cache_dtype=kept)
-    for name in ("NVIDIA A100-SXM4-80GB", "cpu"):
+def test_pages_in_eight_bits_are_taken(kept: Any) -> None:
+    """By a kernel of this mode on a Hopper GPU; XLA attends to them elsewhere."""
+    for name in ("NVIDIA H200", "NVIDIA A100-SXM4-80GB", "cpu"):
         with on(name) if name != "cpu" else nullcontext():
-            check_exact(target_config(), None, options)
+            check_exact(target_config(), None, LoadOptions(exact=True, cache_dtype=kept))
     with on("NVIDIA H200"):
-        monkeypatch.setattr(switches, "EXACT_EIGHT_BITS", False)
-        with pytest.raises(ParameterError, match=f"over pages in '{kept}' that gives each token its own order of keys"):
-            check_exact(target_config(), None, options)
         check_exact(LATENT, None, LoadOptions(exact=True, cache_dtype="fp8", verify_length=None))
-        monkeypatch.setattr(switches, "EXACT_EIGHT_BITS", True)
-        check_exact(target_config(), None, options)
 
 
 def test_triton_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,9 +221,8 @@ def test_the_shipped_pair(model: dj.Model, sampled: bool) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("max_batch", [1, 8])
 @pytest.mark.parametrize("kept", ["fp8", "int8"])
-def test_the_shipped_pair_over_pages_in_eight_bits(kept: Any, max_batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_shipped_pair_over_pages_in_eight_bits(kept: Any, max_batch: int) -> None:
     """Half of its texts are sampled."""
-    monkeypatch.setattr(switches, "EXACT_EIGHT_BITS", True)
     prompts = [row["text"] for row in json.loads(PROMPTS.read_text())][:40]
     options: Any = {"exact": True, "dtype": "bfloat16", "max_batch": max_batch, "max_model_len": 512}
     found = dj.load(cache_dtype=kept, calibration=prompts[:8], **options)
