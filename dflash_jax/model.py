@@ -127,7 +127,7 @@ class Model:
     @cached_property
     def grammars(self) -> Grammars:
         """What its texts may have to be; see `dflash_jax.Structured`."""
-        return Grammars(self.tokenizer, self.name, self.target.vocab_size, self.eos_ids)
+        return Grammars(self.tokenizer, self.name, self.target.vocab_size, self.eos_ids, at_once=self.engine.tp > 1)
 
     @property
     def acceptance_by_position(self) -> tuple[float, ...]:

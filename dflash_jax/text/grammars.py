@@ -6,7 +6,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from threading import Lock
+from threading import Lock, Thread
 from typing import Any
 
 from dflash_jax.decoding.grammar_masks import Grammar
@@ -18,6 +18,8 @@ from dflash_jax.text.regular.tokens import Vocabulary, vocabulary_of
 from dflash_jax.text.tokenizer import Tokenizer
 
 MOST_KEPT = 128
+MOST_MADE = 4  # tables that are made or wait for that in the background
+NO_TABLE_YET = "a table is made when a grammar comes again, in the background"
 log = logging.getLogger("dflash_jax.grammars")
 
 
@@ -28,36 +30,67 @@ class Grammars:
       name: of the model, for messages.
       vocabulary: tokens that the target has logits for.
       end_ids: tokens that end a text: where a grammar is at its end no other may come.
+      at_once: whether every grammar waits for its table: where no host can be asked.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, name: str, vocabulary: int, end_ids: Sequence[int]):
+    def __init__(
+        self, tokenizer: Tokenizer | None, name: str, vocabulary: int, end_ids: Sequence[int], *, at_once: bool = False
+    ):
         self._tokenizer, self._name, self._vocabulary, self._end_ids = tokenizer, name, vocabulary, tuple(end_ids)
+        self._at_once = at_once
         self._tokens: Any = None
         self._bytes: Vocabulary | None = None
         self._kept: OrderedDict[Structured, Grammar] = OrderedDict()
-        self._lock = Lock()
+        self._making: dict[Structured, Thread] = {}
+        self._lock, self._one_table = Lock(), Lock()
 
-    def compiled(self, given: Structured | Mapping[str, Any]) -> Grammar:
-        """A grammar at its beginning. The first of a model takes the time to read its tokens, up to a second; a table takes about
-        as long.
+    def compiled(self, given: Structured | Mapping[str, Any], *, at_once: bool = False) -> Grammar:
+        """A grammar at its beginning. The first of a model takes the time to read its tokens, up to a second.
+
+        Where it comes for the second time its table is made, in the background: that takes from a second to five, which one text
+        does not save. Texts that come meanwhile ask the host, and are the same.
+
+        Args:
+          at_once: makes the table and waits for it.
 
         Raises:
           ParameterError: llguidance is not installed, or takes no such grammar, with what it says of it.
           TokenizerError: the model has no tokenizer, or one that llguidance cannot read.
         """
-        llguidance, wanted = _installed(), Structured.of(given)
+        llguidance, wanted, wait = _installed(), Structured.of(given), at_once or self._at_once
         with self._lock:
-            if (found := self._kept.get(wanted)) is not None:
-                self._kept.move_to_end(wanted)
-                return found
+            found = self._kept.get(wanted)
             tokens = self._tokens = self._tokens or self._read_tokens(llguidance)
-        # Not under the lock: large grammars take a while, and others need not wait for them.
-        grammar = self._with_table(wanted, _matcher(llguidance, tokens, wanted))
+        again = found is not None
+        if found is None:
+            # Not under the lock: large grammars take a while, and others need not wait for them.
+            found = Grammar(_matcher(llguidance, tokens, wanted), reason=NO_TABLE_YET)
         with self._lock:
-            self._kept[wanted] = grammar
+            found = self._kept.setdefault(wanted, found)
+            self._kept.move_to_end(wanted)
             while len(self._kept) > MOST_KEPT:
                 self._kept.popitem(last=False)
-        return grammar
+            making = self._making.get(wanted)
+            if found.reason == NO_TABLE_YET and making is None and (wait or (again and len(self._making) < MOST_MADE)):
+                making = Thread(
+                    target=self._make_table, args=(wanted, found.matcher.deep_copy()), name="grammar table", daemon=True
+                )
+                self._making[wanted] = making
+                making.start()
+        if not wait or making is None:
+            return found
+        making.join()
+        with self._lock:
+            return self._kept.get(wanted, found)
+
+    def _make_table(self, wanted: Structured, matcher: Any) -> None:
+        """Puts the grammar with its table, or with the reason why it has none, in the place of that without."""
+        with self._one_table:
+            grammar = self._with_table(wanted, matcher)
+        with self._lock:
+            if wanted in self._kept:
+                self._kept[wanted] = grammar
+            del self._making[wanted]
 
     def _with_table(self, wanted: Structured, matcher: Any) -> Grammar:
         started = time.perf_counter()

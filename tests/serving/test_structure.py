@@ -2,6 +2,7 @@
 
 import json
 import re
+import threading
 
 import pytest
 
@@ -52,16 +53,37 @@ def test_answers_are_what_was_asked_for(model):
         ),
         dj.SamplingParams(structured={"grammar": 'root ::= "x" [0-3]+ "y" | "z" root'}, max_tokens=24),
     ]
+    for params in asked[:2]:  # those of tables, and of the host
+        model.grammars.compiled(params.structured, at_once=True)
     rows = [dj.generate(model, PROMPT, params) for params in asked]
     assert [row.finish_reason for row in rows[:3]] == ["eos"] * 3
     assert is_document(rows[0].text)
     assert re.fullmatch("[0-9]{8}", rows[1].text)
     assert rows[2].text in ("red\n", 'blu"e', "green sky")
     assert re.fullmatch("z*(x[0-3]*y?)?", rows[3].text)
-    kept = [model.grammars.compiled(one.structured) for one in asked]
+    kept = [model.grammars.compiled(one.structured, at_once=True) for one in asked]
     assert [one.table is None for one in kept] == [False, False, False, True]
     assert [one.reason for one in kept] == ["", "", "", "a grammar with rules"]
     assert model.grammars.compiled({"json": SCHEMA}) is model.grammars.compiled(dj.Structured(json=json.dumps(SCHEMA)))
+
+
+def test_tables_are_made_in_the_background_of_grammars_that_come_again(model, monkeypatch):
+    pytest.importorskip("llguidance")
+    kept, begin = grammars.Grammars(model.tokenizer, "it", model.target.vocab_size, model.eos_ids), threading.Event()
+    table_of = grammars.table_of
+    monkeypatch.setattr(grammars, "table_of", lambda *rest: begin.wait(60) and table_of(*rest))
+    given = [{"regex": f"[0-9]{{{count}}}"} for count in range(3, 4 + grammars.MOST_MADE)]
+    assert [kept.compiled(one).reason for one in given] == [grammars.NO_TABLE_YET] * len(given)
+    assert not kept._making
+    assert [kept.compiled(one).table for one in given] == [None] * len(given)
+    assert len(kept._making) == grammars.MOST_MADE, "one waits until it comes again"
+    begin.set()
+    found = [kept.compiled(one, at_once=True) for one in given]
+    assert all(one.table is not None for one in found)
+    assert [kept.compiled(one) for one in given] == found
+    assert not kept._making
+    at_once = grammars.Grammars(model.tokenizer, "it", model.target.vocab_size, model.eos_ids, at_once=True)
+    assert at_once.compiled(given[0]).table is not None
 
 
 def test_whatever_is_wrong_with_a_table_the_host_is_asked(model, monkeypatch, caplog):
@@ -72,7 +94,9 @@ def test_whatever_is_wrong_with_a_table_the_host_is_asked(model, monkeypatch, ca
     monkeypatch.setitem(model.__dict__, "grammars", kept)
     found = dj.generate(model, PROMPT, dj.SamplingParams(structured={"regex": "[0-9]{7}"}, max_tokens=12))
     assert found.token_ids == expected.token_ids
-    assert kept.compiled({"regex": "[0-9]{7}"}).reason.startswith("no table could be made: ZeroDivisionError")
+    assert kept.compiled({"regex": "[0-9]{7}"}, at_once=True).reason.startswith(
+        "no table could be made: ZeroDivisionError"
+    )
     assert "the host is asked in every cycle" in caplog.text
 
 
