@@ -179,11 +179,8 @@ def pytest_configure(config: pytest.Config) -> None:
         jax.config.update("jax_num_cpu_devices", RANKS)
 
 
-@pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
-    """What imports and collection have made stays to the end."""
-    gc.collect()
-    gc.freeze()
+    """See `GARBAGE`."""
     gc.set_threshold(*GARBAGE)
 
 
