@@ -154,7 +154,9 @@ def main() -> None:
         model.engine.imposed_acceptance = ACCEPTANCE
     if installed():
         grammar = (
-            synthetic_grammar(model.target.vocab_size) if args.shapes else model.grammars.compiled({"json": SCHEMA}, at_once=True)
+            synthetic_grammar(model.target.vocab_size)
+            if args.shapes
+            else model.grammars.compiled({"json": SCHEMA}, at_once=True)
         )
     record = Record("structured", args, ["llguidance"] if installed() else [])
     if grammar is not None:
