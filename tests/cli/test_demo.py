@@ -65,6 +65,7 @@ def test_prompts_of_the_demo_are_held_out():
     assert all(row in held_out for row in rows)
 
 
+@pytest.mark.few
 @pytest.mark.usefixtures("optimised")
 def test_texts_of_the_demo_do_not_loop():
     """Hardly any run of eight tokens comes twice."""

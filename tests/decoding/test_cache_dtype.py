@@ -31,6 +31,7 @@ TEXTS = [
 OPTIONS = {"dtype": "float32", "max_batch": 1, "max_model_len": 128, "page_size": 16}
 
 
+@pytest.mark.few
 def test_the_shipped_pair_with_pages_in_float8() -> None:
     """Drafting changes no token; the target's pages take a quarter of float32's, the drafter's stay."""
     model = dj.load(cache_dtype="fp8", calibration=TEXTS, **OPTIONS)

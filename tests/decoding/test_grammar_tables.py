@@ -182,6 +182,7 @@ def test_rows_of_blocks_are_those_of_the_host(seed: int) -> None:
         assert after[slot] == (FREE if table is None else shelf.state(table, own))
 
 
+@pytest.mark.few
 def test_states_of_delta_nets_beside_tables() -> None:
     pair = hybrid_pair(max_batch=2, max_model_len=64)
     asks = [asked(0, PROMPTS[0], max_tokens=24), asked(1, PROMPTS[1], max_tokens=24, temperature=1.0, top_k=20)]

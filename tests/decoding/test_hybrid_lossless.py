@@ -112,7 +112,7 @@ def test_greedy_texts_whatever_number_of_proposals_stands(monkeypatch: pytest.Mo
         assert pair.run(prompts[i : i + 1], each[i])[:2] == (plain[i : i + 1], counts[i : i + 1])
 
 
-@pytest.mark.few("dense")
+@pytest.mark.few
 def test_other_numbers_of_cycles_lengths_and_slots(hybrid: Pair) -> None:
     """Widths change between cycles, one token alone among them; batches shrink, and slots go to requests that wait."""
     prompts = random_prompts((9, 33, 5, 70, 1, 20, 12), seed=2)

@@ -17,6 +17,7 @@ def gained(completions: list[dj.Completion]) -> float:
     return float(np.mean([length for one in completions for length in one.acceptance_lengths]))
 
 
+@pytest.mark.few
 def test_proposals_of_a_trained_head_stand_and_change_no_text() -> None:
     """Greedy and sampled; a head with random weights would gain little more than a token a cycle."""
     model = dj.load(draft=DATA / "dspark", max_batch=1, max_model_len=128)

@@ -133,6 +133,7 @@ def test_random_schedules_of_the_shipped_pair():
     assert all(happened >= (1, 10, 1, 1, 0, 0, 0, 0)), f"too little happened to show anything: {happened}"
 
 
+@pytest.mark.few
 def test_shared_pages_leave_acceptance_as_it_is(monkeypatch):
     """A drafter sees the same context whether a prompt's beginning was prefilled or found, and whoever had left it there."""
     model = dj.load(dtype="float32", max_batch=4, max_model_len=256, page_size=8, num_pages=400)

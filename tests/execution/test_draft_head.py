@@ -151,6 +151,7 @@ def test_costs_count_its_bytes_alone() -> None:
     )
 
 
+@pytest.mark.few
 def test_no_text_depends_on_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The shipped pair: the same texts and, as the head decides, the same acceptance; `info` says what the copy takes."""
     prompts, params = (

@@ -303,7 +303,7 @@ def test_hybrid_layers_in_eight_bits_of_published_shapes(
     agree_as_plain(jitted(wide, PLAIN), jitted(params, PLAIN), jitted(params, chosen), jitted(params, chosen))
 
 
-@pytest.mark.few("Qwen3.5-27B*")
+@pytest.mark.few
 @pytest.mark.parametrize(("name", "sequences", "tokens", "kind", "runner"), EIGHT_BITS)
 def test_hybrid_layers_in_eight_bits_lower(
     name: str, sequences: int, tokens: int, kind: Any, runner: str, monkeypatch: pytest.MonkeyPatch

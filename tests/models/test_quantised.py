@@ -214,7 +214,7 @@ def exact() -> tuple[int, float]:
     return size(model), mean_length(dj.generate(model, *FEW))
 
 
-@pytest.mark.few("fp8_dynamic")
+@pytest.mark.few
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_shipped_pair_in_eight_bits(exact: tuple[int, float], kind: WeightDtype) -> None:
     model, (whole, before) = dj.load(max_batch=1, max_model_len=128, weight_dtype=kind), exact

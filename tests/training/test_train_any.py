@@ -134,6 +134,7 @@ def test_a_curve_is_a_picture():
     assert any(part.text == "<loss>" for part in root)
 
 
+@pytest.mark.few
 def test_a_drafter_is_trained_in_two_parts_and_loads(tmp_path, capsys):
     """Answers by the target, twenty steps, stopped in between; what comes out drafts for the target that ships."""
     target = str(shipped_pair() / "target")
