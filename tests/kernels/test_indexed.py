@@ -19,7 +19,7 @@ from dflash_kernels import (
     mla_selected_attention,
 )
 from dflash_kernels.attention.index.xla import index_scores_xla
-from dflash_kernels.attention.mla_selected.xla import mla_selected_xla
+from dflash_kernels.attention.mla.selected_xla import mla_selected_xla
 
 from .attention_oracle import make_case
 

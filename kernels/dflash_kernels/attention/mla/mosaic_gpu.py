@@ -5,9 +5,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from dflash_kernels.attention.mla.launch import (
+    KEYS,
     NARROW_ROWS,
     RANK,
     ROTATED,
@@ -65,6 +66,58 @@ def tuning_key(q: Array, latent_pages: Array, page_table: Array, causal: bool) -
     exact = {"dtype": str(q.dtype), "stored": str(latent_pages.dtype), "causal": causal}
     page_size, table_width = latent_pages.shape[2], page_table.shape[1]
     return exact, {"b": b, "rows": tokens * heads, "page_size": page_size, "table_width": table_width}
+
+
+def mla_selected_mosaic_gpu(*args: Any, **options: Any) -> tuple[Array, Array]:
+    """See `mla_selected_attention`. Raises NotImplementedError for what it does not take."""
+    require_hopper()
+    return selected(*args, **options)
+
+
+def selected(
+    q: Float[Array, "B T N C"],
+    latent_pages: Shaped[Array, "P 1 p stored"],
+    slots: Int[Array, "B T K"],
+    *,
+    kv_lora_rank: int,
+    scale: float,
+    latent_scale: Float[Array, ""],
+    tuning: Tuning | None = None,
+    interpret: Any = None,
+) -> tuple[Float[Array, "B T N R"], Float[Array, "B T N"]]:
+    """The implementation without the device check. Each query token is a sequence of its own, of as many rows as it names."""
+    del latent_scale  # of pages that are not taken
+    if latent_pages.dtype != q.dtype:
+        raise NotImplementedError(f"takes pages in the queries' dtype {q.dtype}, not {latent_pages.dtype}")
+    _refuse_call(q, latent_pages, kv_lora_rank, scale)
+    return _attend_selected(q, latent_pages, slots, scale=scale, tuning=tuning or Tuning(), interpret=interpret)
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "tuning", "interpret"))
+def _attend_selected(
+    q: Array, latent_pages: Array, slots: Array, *, scale: float, tuning: Tuning, interpret: Any
+) -> tuple[Array, Array]:
+    from dflash_kernels.attention.mla import mosaic_gpu_sm90 as kernel
+    from dflash_kernels.mosaic_gpu import combine as merging
+
+    b, t, heads, width = q.shape
+    tiles = -(-slots.shape[2] // KEYS)
+    launch = plan(
+        tuning, b=b * t, tokens=1, heads=heads, page_size=KEYS, table_width=tiles, quantised=False, causal=False,
+        scale=scale, selected=True,
+    )  # fmt: skip
+    folded, table = q.reshape(b * t, heads, width), slots.reshape(b * t, -1).astype(jnp.int32)
+    if table.shape[1] % KEYS:
+        table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % KEYS)), constant_values=-1)
+    if launch.rows > heads:
+        folded = jnp.pad(folded, ((0, 0), (0, launch.rows - heads), (0, 0)))
+    lens, live = (jnp.full((b * t,), count, jnp.int32) for count in (tiles * KEYS, 1))
+    out, lse = kernel.attention(launch, folded, latent_pages, table, lens, live, lens, interpret=interpret)
+    if launch.direct:
+        out, lse = out[:, :heads], lse[:, 0, 0, :heads]
+    else:
+        out, lse = merging.combine_latent(out, lse, heads, q.dtype, interpret)
+    return out.reshape(b, t, heads, RANK), lse.reshape(b, t, heads)
 
 
 # Compiled as a function of its own, so that the layers of a model share one trace and one lowering of the kernels.
