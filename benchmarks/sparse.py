@@ -74,12 +74,9 @@ def compiled(
 class Layer:
     """One layer's attention: its arrays, in as many copies as it takes to be read from memory, and its steps."""
 
-    def __init__(self, config: SparseDeepseekConfig, b: int, t: int, s: int):
-        self.config, self.options, pages = (
-            config,
-            {"kv_lora_rank": config.kv_lora_rank, "scale": config.attention_scale},
-            b * s // PAGE,
-        )
+    def __init__(self, config: SparseDeepseekConfig, b: int, t: int, s: int, implementation: Any = KERNELS):
+        self.config, self.implementation, pages = config, implementation, b * s // PAGE
+        self.options = {"kv_lora_rank": config.kv_lora_rank, "scale": config.attention_scale}
         copies = min(max(math.ceil(CACHE / (b * s * (config.index_head_dim + 4))), 1), CALLS)
         # Pages of a sequence lie anywhere, those of a copy among themselves.
         orders = [jax.random.permutation(jax.random.key(copy), pages) + copy * pages for copy in range(copies)]
@@ -94,19 +91,19 @@ class Layer:
         self.found = jax.jit(self.scores)(self.arrays, self.index_q, self.tables[0])
         self.slots = [self.choice(self.arrays, self.found, table) for table in self.tables]
 
-    def scores(self, arrays: Arrays, q: jax.Array, table: jax.Array, implementation: Any = KERNELS) -> jax.Array:
+    def scores(self, arrays: Arrays, q: jax.Array, table: jax.Array) -> jax.Array:
         return index_scores(
             q, arrays["weights"], arrays["keys"], table, arrays["lens"], index_scale=arrays["key_scale"],
-            implementation=implementation,
+            implementation=self.implementation,
         )  # fmt: skip
 
-    def choice(self, arrays: Arrays, scores: jax.Array, table: jax.Array, implementation: Any = KERNELS) -> jax.Array:
+    def choice(self, arrays: Arrays, scores: jax.Array, table: jax.Array) -> jax.Array:
         del arrays
         count = self.config.index_topk
-        return index_select(scores, count=count, page_table=table, page_size=PAGE, implementation=implementation)
+        return index_select(scores, count=count, page_table=table, page_size=PAGE, implementation=self.implementation)
 
-    def attention(self, arrays: Arrays, q: jax.Array, slots: jax.Array, implementation: Any = KERNELS) -> jax.Array:
-        return mla_selected_attention(q, arrays["latents"], slots, implementation=implementation, **self.options)
+    def attention(self, arrays: Arrays, q: jax.Array, slots: jax.Array) -> jax.Array:
+        return mla_selected_attention(q, arrays["latents"], slots, implementation=self.implementation, **self.options)
 
     def sparse(self, arrays: Arrays, index_q: jax.Array, table: jax.Array) -> jax.Array:
         slots = self.choice(arrays, self.scores(arrays, index_q, table), table)

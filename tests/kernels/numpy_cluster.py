@@ -90,6 +90,9 @@ class Cluster:
             a, b = a.view(np.int32), b.view(np.int32)
         return _RELATIONS[relation](a, b)
 
+    def bit_and(self, a: Any, b: Any) -> np.ndarray:
+        return a & self._as(b)
+
     def under(self, a: Any, bound: int) -> np.ndarray:
         return a < bound
 
@@ -162,13 +165,12 @@ class Cluster:
     def _warps(self, value: np.ndarray) -> np.ndarray:
         return value.reshape(-1, WARP)
 
-    def all_below(self, condition: np.ndarray) -> list[np.ndarray]:
-        votes = self._warps(condition).astype(np.uint32)
-        before = np.cumsum(votes, axis=1, dtype=np.uint32) - votes
-        return [before.ravel(), np.repeat(votes.sum(axis=1, dtype=np.uint32), WARP)]
+    def from_lane_before(self, value: np.ndarray, distance: int) -> np.ndarray:
+        warps = self._warps(value)
+        return np.pad(warps, ((0, 0), (distance, 0)))[:, :WARP].ravel()
 
-    def from_lane(self, value: np.ndarray, lane: np.ndarray) -> np.ndarray:
-        return np.take_along_axis(self._warps(value), self._warps(lane).astype(np.int64), axis=1).ravel()
+    def from_lane(self, value: np.ndarray, lane: int) -> np.ndarray:
+        return np.repeat(self._warps(value)[:, lane], WARP)
 
     def shuffle_xor(self, value: np.ndarray, distance: int) -> np.ndarray:
         return self._warps(value)[:, np.arange(WARP) ^ distance].ravel()

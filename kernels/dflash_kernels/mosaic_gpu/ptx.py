@@ -285,15 +285,10 @@ def index_word(index):
     return arith.index_cast(i32(), index)
 
 
-def all_below(condition) -> list:
-    """How many of a warp's threads before this one a condition holds for, and for how many of all."""
-    return list(
-        utils.inline_ptx(
-            "{ .reg .pred holds; .reg .b32 votes, before; setp.ne.b32 holds, $2, 0; vote.sync.ballot.b32 votes, holds, 0xffffffff;"
-            " mov.u32 before, %lanemask_lt; and.b32 before, before, votes; popc.b32 $0, before; popc.b32 $1, votes; }",
-            as_word(condition), result_types=[i32()] * 2, has_side_effects=True, convergent=True,
-        )
-    )  # fmt: skip
+def from_lane_before(value, distance: int):
+    """What the lane so many before this one has of `value`, 0 where there is none."""
+    ptx = f"{{ .reg .pred there; shfl.sync.up.b32 $0|there, $1, {distance}, 0, 0xffffffff; @!there mov.b32 $0, 0; }}"
+    return inline(ptx, value, returns=i32(), convergent=True)
 
 
 def from_lane(value, lane):

@@ -129,7 +129,7 @@ def index_select(
         check_integers(page_table=page_table)
         if page_size < 1 or scores.shape[-1] > page_table.shape[1] * page_size:
             raise ValueError(
-                f"page_table {page_table.shape} of pages of {page_size} tokens must have room for the places of scores {scores.shape}"
+                f"page_table {page_table.shape} of pages of {page_size} tokens must have room for places of scores {scores.shape}"
             )
     with jax.named_scope("index_select"):
         return first_fitting(
