@@ -9,6 +9,7 @@ call begins when the one before it has ended, without an operation between them,
 that it finds them in memory and not in the cache. Floors are the bytes that must move, or the operations, whichever take longer.
 """
 
+import functools
 import math
 import statistics
 import sys
@@ -16,7 +17,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -74,36 +74,48 @@ def compiled(
 class Layer:
     """One layer's attention: its arrays, in as many copies as it takes to be read from memory, and its steps."""
 
-    def __init__(self, config: SparseDeepseekConfig, b: int, t: int, s: int, implementation: Any = KERNELS):
-        self.config, self.implementation, pages = config, implementation, b * s // PAGE
+    def __init__(self, config: SparseDeepseekConfig, b: int, t: int, s: int):
+        self.config, pages = config, b * s // PAGE
         self.options = {"kv_lora_rank": config.kv_lora_rank, "scale": config.attention_scale}
         copies = min(max(math.ceil(CACHE / (b * s * (config.index_head_dim + 4))), 1), CALLS)
-        # Pages of a sequence lie anywhere, those of a copy among themselves.
-        orders = [jax.random.permutation(jax.random.key(copy), pages) + copy * pages for copy in range(copies)]
-        self.tables = [order.reshape(b, -1).astype(jnp.int32) for order in orders]
-        keys, key_scale = index_encode(normal(1, copies * pages, 1, PAGE, config.index_head_dim))
-        self.index_q, q_scale = index_encode(normal(2, b, t, config.index_heads, config.index_head_dim))
-        self.q = normal(3, b, t, config.num_heads, config.latent_width)
-        self.arrays = {
-            "keys": keys, "key_scale": key_scale, "latents": normal(0, copies * pages, 1, PAGE, config.latent_width), "q": self.q,
-            "weights": normal(4, b, t, config.index_heads).astype(jnp.float32) * q_scale, "lens": jnp.full((b,), s, jnp.int32),
-        }  # fmt: skip
-        self.found = jax.jit(self.scores)(self.arrays, self.index_q, self.tables[0])
-        self.slots = [self.choice(self.arrays, self.found, table) for table in self.tables]
+
+        def made() -> tuple[Arrays, jax.Array, list[jax.Array]]:
+            keys, key_scale = index_encode(normal(1, copies * pages, 1, PAGE, config.index_head_dim))
+            index_q, q_scale = index_encode(normal(2, b, t, config.index_heads, config.index_head_dim))
+            arrays = {
+                "keys": keys, "key_scale": key_scale, "latents": normal(0, copies * pages, 1, PAGE, config.latent_width),
+                "q": normal(3, b, t, config.num_heads, config.latent_width), "lens": jnp.full((b,), s, jnp.int32),
+                "weights": normal(4, b, t, config.index_heads).astype(jnp.float32) * q_scale,
+            }  # fmt: skip
+            # Pages of a sequence lie anywhere, those of a copy among themselves.
+            orders = [jax.random.permutation(jax.random.key(copy), pages) + copy * pages for copy in range(copies)]
+            return arrays, index_q, [order.reshape(b, -1).astype(jnp.int32) for order in orders]
+
+        self.arrays, self.index_q, self.tables = jax.jit(made)()
+
+    @functools.cached_property
+    def found(self) -> jax.Array:
+        """Scores of the first copy."""
+        return self.scores(self.arrays, self.index_q, self.tables[0])
+
+    @functools.cached_property
+    def slots(self) -> list[jax.Array]:
+        """What each copy's queries see."""
+        return [self.choice(self.arrays, self.found, table) for table in self.tables]
 
     def scores(self, arrays: Arrays, q: jax.Array, table: jax.Array) -> jax.Array:
         return index_scores(
             q, arrays["weights"], arrays["keys"], table, arrays["lens"], index_scale=arrays["key_scale"],
-            implementation=self.implementation,
+            implementation=KERNELS,
         )  # fmt: skip
 
     def choice(self, arrays: Arrays, scores: jax.Array, table: jax.Array) -> jax.Array:
         del arrays
         count = self.config.index_topk
-        return index_select(scores, count=count, page_table=table, page_size=PAGE, implementation=self.implementation)
+        return index_select(scores, count=count, page_table=table, page_size=PAGE, implementation=KERNELS)
 
     def attention(self, arrays: Arrays, q: jax.Array, slots: jax.Array) -> jax.Array:
-        return mla_selected_attention(q, arrays["latents"], slots, implementation=self.implementation, **self.options)
+        return mla_selected_attention(q, arrays["latents"], slots, implementation=KERNELS, **self.options)
 
     def sparse(self, arrays: Arrays, index_q: jax.Array, table: jax.Array) -> jax.Array:
         slots = self.choice(arrays, self.scores(arrays, index_q, table), table)
@@ -117,8 +129,8 @@ def measured(config: SparseDeepseekConfig, b: int, t: int, s: int, rounds: int) 
     layer = Layer(config, b, t, s)
     cases: dict[str, tuple[Step, jax.Array, Sequence[jax.Array]]] = {
         "scores": (layer.scores, layer.index_q, layer.tables), "choice": (layer.choice, layer.found, layer.tables),
-        "attention": (layer.attention, layer.q, layer.slots), "sparse": (layer.sparse, layer.index_q, layer.tables),
-        "dense": (layer.dense, layer.q, layer.tables),
+        "attention": (layer.attention, layer.arrays["q"], layer.slots), "sparse": (layer.sparse, layer.index_q, layer.tables),
+        "dense": (layer.dense, layer.arrays["q"], layer.tables),
     }  # fmt: skip
     with ThreadPoolExecutor() as pool:
         jobs = {

@@ -79,5 +79,7 @@ def index_select_xla(
 
 def _as_integers(scores: Float[Array, "*s"]) -> UInt32[Array, "*s"]:
     """Integers in the order of the scores, which are no NaN; -0 is 0."""
-    bits = jax.lax.bitcast_convert_type(jnp.where(scores == 0, jnp.zeros((), scores.dtype), scores), jnp.uint32)
+    bits = jax.lax.bitcast_convert_type(scores, jnp.uint32)
+    # Of bits, as some devices take the smallest numbers for zeros when they compare.
+    bits = jnp.where(bits == jnp.uint32(1 << 31), jnp.uint32(0), bits)
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
