@@ -1,17 +1,28 @@
 """The Hopper kernels behind an indexer: in Pallas' interpreter or run by NumPy, lowered for an H200, and for real (`-m gpu`)."""
 
+from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from dflash_kernels import (
+    NoImplementationError,
+    index_scores,
+    index_select,
+    latent_decode,
+    latent_encode,
+    mla_selected_attention,
+)
 from dflash_kernels.attention.index.launch import Tuning
-from dflash_kernels.attention.index.mosaic_gpu import launch_scores
+from dflash_kernels.attention.index.mosaic_gpu import launch_scores, launch_select
 from dflash_kernels.attention.mla.launch import Tuning as AttendTuning
 from dflash_kernels.attention.mla.mosaic_gpu import selected
 from dflash_kernels.mosaic_gpu import radix_select
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from ..devices import custom_calls
 from .attention_oracle import make_case
 from .numpy_cluster import Cluster
 
@@ -89,12 +100,33 @@ def test_attention_to_named_rows_agrees_with_float64(name: str, interpret: Any) 
             logits = q[row, token].astype(np.float64) @ keys.T * 0.06
             sums[row, token] = np.logaddexp.reduce(logits, axis=1)
             expected[row, token] = np.exp(logits - sums[row, token][:, None]) @ keys[:, :512]
-    options = {"kv_lora_rank": 512, "scale": 0.06, "latent_scale": jnp.float32(1)}
-    found, lse = selected(
-        *map(jnp.asarray, (q, pages, slots)), tuning=AttendTuning(splits=splits), interpret=interpret, **options
-    )
+    found, lse = attended(q, pages, slots, splits, interpret)
     np.testing.assert_allclose(np.asarray(found, np.float64), expected, rtol=0, atol=2**-7 * np.abs(expected).max())
     np.testing.assert_allclose(lse, sums, rtol=1e-6, atol=1e-5)
+
+
+def attended(
+    q: Any, pages: Any, slots: Any, splits: int, interpret: Any, scale: float = 1.0
+) -> tuple[jax.Array, jax.Array]:
+    options = {"kv_lora_rank": 512, "scale": 0.06, "latent_scale": jnp.float32(scale)}
+    return selected(
+        *map(jnp.asarray, (q, pages, slots)), tuning=AttendTuning(splits=splits), interpret=interpret, **options
+    )
+
+
+@pytest.mark.parametrize("stored", [jnp.uint8, FLOAT8], ids=["packed", "float8"])
+def test_rows_in_eight_bits_are_unpacked_one_by_one(stored: Any, interpret: Any) -> None:
+    """The same bits as of pages that hold what rows in eight bits stand for."""
+    rng = np.random.default_rng(4)
+    q = rng.normal(size=(1, 2, 3, 576)).astype(jnp.bfloat16)
+    pages = latent_encode(
+        jnp.asarray(rng.normal(size=(3, 1, 64, 576)), jnp.bfloat16), stored, kv_lora_rank=512, scale=jnp.float32(0.5)
+    )
+    slots = rng.integers(-40, 200, (1, 2, 100)).astype(np.int32)
+    wide = latent_decode(pages, jnp.bfloat16, kv_lora_rank=512, scale=jnp.float32(0.5))
+    expected = attended(q, wide, slots, 1, interpret)
+    found = attended(q, pages, slots, 1, interpret, scale=0.5)
+    assert all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in zip(found, expected, strict=True))
 
 
 def best(scores: np.ndarray, count: int) -> np.ndarray:
@@ -134,3 +166,73 @@ def test_choice_is_that_of_a_sort(ctas: int, size: int, count: int, monkeypatch:
             if page_size:
                 expected = np.where(expected < 0, -1, table[0, expected // 64] * 64 + expected % 64)
             np.testing.assert_array_equal(out, expected, err_msg=f"{name}, pages of {page_size}")
+
+
+def of(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+@pytest.mark.few("163840-V3.2-q16", "4096-GLM-5-q1")
+@pytest.mark.parametrize("tokens", [1, 16], ids=["q1", "q16"])
+@pytest.mark.parametrize(("heads", "index_heads"), [(128, 64), (64, 32)], ids=["V3.2", "GLM-5"])
+@pytest.mark.parametrize("length", [4096, 163_840])
+def test_steps_lower_in_the_shapes_of_models(heads: int, index_heads: int, tokens: int, length: int) -> None:
+    """One launch for scores, one for the choice, and one or two for attention: splits are combined by another one."""
+    width, whole = length // 64, (2, tokens)
+    query, keys = of(*whole, index_heads, 128, dtype=FLOAT8), of(3000, 1, 64, 128, dtype=FLOAT8)
+    weights, table, lens = (
+        of(*whole, index_heads, dtype=jnp.float32),
+        of(2, width, dtype=jnp.int32),
+        of(2, dtype=jnp.int32),
+    )
+
+    def sparse(query, weights, keys, scale, table, lens, q, latents):
+        named: Any = {"implementation": "mosaic_gpu"}
+        scores = index_scores(query, weights, keys, table, lens, index_scale=scale, **named)
+        slots = index_select(scores, count=2048, page_table=table, page_size=64, **named)
+        return mla_selected_attention(q, latents, slots, kv_lora_rank=512, scale=0.1, **named)
+
+    arrays = (
+        query,
+        weights,
+        keys,
+        of(3000, 1, 64, dtype=jnp.float32),
+        table,
+        lens,
+        of(*whole, heads, 576),
+        of(3000, 1, 64, 576),
+    )
+    assert custom_calls(sparse, *arrays) == ["mosaic_gpu_v2"] * 4
+
+
+def test_what_kernels_refuse() -> None:
+    q, pages, scale = jnp.ones((1, 2, 64, 128), FLOAT8), jnp.ones((4, 1, 64, 128), FLOAT8), jnp.ones((4, 1, 64))
+    table, lens, weights = jnp.zeros((1, 2), jnp.int32), jnp.ones(1, jnp.int32), jnp.ones((1, 2, 64))
+    latents, packed = jnp.ones((4, 1, 64, 576), jnp.bfloat16), jnp.ones((4, 1, 64, 656), jnp.uint8)
+    many, slots = jnp.ones((1, 200, 2, 576), jnp.bfloat16), jnp.zeros((1, 200, 2048), jnp.int32)
+    options = {"kv_lora_rank": 512, "latent_scale": jnp.float32(1)}
+    calls = {
+        "not float8_e4m3fn without scales under float32": partial(
+            launch_scores, q, weights, pages, table, lens, lens, index_scale=None
+        ),
+        "pages of a multiple of 64 tokens, not 128, 64 and 32": partial(
+            launch_scores, q, weights, pages[:, :, :32], table, lens, lens, index_scale=scale[:, :, :32]
+        ),
+        "not float32 of 30": partial(launch_select, jnp.ones((2, 30)), count=4),
+        "that shared memories hold, not float32 of 400000": partial(launch_select, jnp.ones((1, 400_000)), count=4),
+        "fewer than 65536 places, not 65536": partial(launch_select, jnp.ones((2, 32)), count=65536),
+        "takes 113 query tokens that name 2048 rows in eight bits, not 200": partial(
+            selected, many, packed, slots, scale=1.0, **options
+        ),
+        "takes a positive scale, not -1.0": partial(selected, many, latents, slots, scale=-1.0, **options),
+    }
+    for message, call in calls.items():
+        with pytest.raises(NotImplementedError, match=message):
+            call()
+    for call in (
+        partial(index_scores, q, weights, pages, table, lens, index_scale=scale),
+        partial(index_select, weights, count=4),
+        partial(mla_selected_attention, many, latents, slots, kv_lora_rank=512, scale=1.0),
+    ):
+        with pytest.raises(NoImplementationError, match="needs a Hopper GPU"):
+            call(implementation="mosaic_gpu")

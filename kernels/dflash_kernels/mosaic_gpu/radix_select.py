@@ -24,7 +24,7 @@ _WARPS = THREADS // WARP
 _AT_ONCE = 4  # loads of a thread that are on their way at a time
 _LINE = 7  # the place of a number of eight bits in lanes' counts: four bytes of each of 32 lanes
 _SIGN, _LOWEST = -(1 << 31), -(1 << 23)  # bits of -0 and of -inf, as int32
-_ABOVE = 1 << 16  # counts of larger numbers, in words whose lower half counts equal ones
+MOST_PLACES = 1 << 16  # counts have half a word each
 SCRATCH = {"bins": BINS * WARP, "totals": 2 * BINS, "sums": BINS, "of_warps": _WARPS, "of_cta": 1}  # int32 words
 
 
@@ -37,8 +37,8 @@ def select_row(
     Args:
       scores: `[S]` float32 in global memory, no NaN among them; S is a multiple of 4.
       table: `[B, W]` int32 in global memory, of whose row `sequence` slots are made where `page_size` is not 0.
-      out: `[count]` int32 in global memory, fewer than 2^16.
-      held: int32 in shared memory, a multiple of `STEP` numbers, fewer than 2^16, and `1 / ctas` of the row or more.
+      out: `[count]` int32 in global memory, fewer than `MOST_PLACES`.
+      held: int32 in shared memory, a multiple of `STEP` numbers, fewer than `MOST_PLACES`, and `1 / ctas` of the row or more.
       bins and so on: int32 in shared memory, sizes as in `SCRATCH`.
     """
     (size,), _ = th.shape_and_strides(scores)
@@ -192,7 +192,7 @@ class _Row:
         own = th.number(0)
         for quad in range(self.quads):
             for word in self._own(quad):
-                own = th.add(own, th.select(th.compare(word, "ugt", least), th.number(_ABOVE), th.number(0)))
+                own = th.add(own, th.select(th.compare(word, "ugt", least), th.number(MOST_PLACES), th.number(0)))
                 own = th.add(own, th.as_word(th.compare(word, "eq", least)))
         through = self._through_lane(own)
         last = th.compare(self.lane, "eq", WARP - 1)
@@ -262,7 +262,7 @@ def _swizzled(quad: Any):
 
 def _halves(word: Any) -> list:
     """Counts of larger and of equal numbers."""
-    return [th.div(word, _ABOVE), th.rem(word, _ABOVE)]
+    return [th.div(word, MOST_PLACES), th.rem(word, MOST_PLACES)]
 
 
 def _ordered(word: Any):

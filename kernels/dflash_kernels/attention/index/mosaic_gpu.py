@@ -72,15 +72,18 @@ def launch_select(
 ) -> Int[Array, "*rows count"]:
     """The implementation without the device check; `ctas` of a row, a power of two."""
     from dflash_kernels.attention.index import mosaic_gpu_sm90_select as kernel
+    from dflash_kernels.mosaic_gpu.radix_select import MOST_PLACES, STEP
 
     *rows, size = scores.shape
     if ctas is None:
-        ctas = next((some for some in (1, 2, 4) if size <= some * kernel.STEP), MOST_CTAS)
-    held = -(-size // (ctas * kernel.STEP)) * kernel.STEP
+        ctas = next((some for some in (1, 2, 4) if size <= some * STEP), MOST_CTAS)
+    held = -(-size // (ctas * STEP)) * STEP
     if scores.dtype != jnp.float32 or size % 4 or kernel.words(held) * 4 > SHARED_MEMORY:
         raise NotImplementedError(
             f"takes float32 rows of a multiple of 4 that shared memories hold, not {scores.dtype} of {size}"
         )
+    if count >= MOST_PLACES:
+        raise NotImplementedError(f"takes fewer than {MOST_PLACES} places, not {count}")
     table = jnp.zeros((1, 1), jnp.int32) if page_table is None else page_table.astype(jnp.int32)
     flat = scores.reshape(-1, size)
     tokens = max(flat.shape[0] // table.shape[0], 1)

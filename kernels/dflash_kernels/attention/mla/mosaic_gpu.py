@@ -18,6 +18,7 @@ from dflash_kernels.attention.mla.launch import (
     longest_first,
     plan,
 )
+from dflash_kernels.attention.mla.selected_reference import WORKSPACE, named_rows
 from dflash_kernels.core.device import require_hopper, require_page_size
 from dflash_kernels.core.tuning import choose
 
@@ -86,10 +87,16 @@ def selected(
     interpret: Any = None,
 ) -> tuple[Float[Array, "B T N R"], Float[Array, "B T N"]]:
     """The implementation without the device check. Each query token is a sequence of its own, of as many rows as it names."""
-    del latent_scale  # of pages that are not taken
+    b, t, count = slots.shape
     if latent_pages.dtype != q.dtype:
-        raise NotImplementedError(f"takes pages in the queries' dtype {q.dtype}, not {latent_pages.dtype}")
-    _refuse_call(q, latent_pages, kv_lora_rank, scale)
+        most = WORKSPACE // (count * q.shape[3] * q.dtype.itemsize)
+        if b * t > most:
+            raise NotImplementedError(f"takes {most} query tokens that name {count} rows in eight bits, not {b * t}")
+        # Rows in sixteen bits, of each query token those that it names, in their order.
+        rows, held = named_rows(latent_pages, slots, q.dtype, kv_lora_rank=kv_lora_rank, scale=latent_scale)
+        latent_pages = rows.reshape(b * t, 1, count, -1)
+        slots = jnp.where(held, jnp.arange(b * t * count, dtype=jnp.int32).reshape(slots.shape), -1)
+    _refuse_call(q, latent_pages, kv_lora_rank, scale, paged=False)
     return _attend_selected(q, latent_pages, slots, scale=scale, tuning=tuning or Tuning(), interpret=interpret)
 
 
@@ -180,7 +187,7 @@ def _few_rows(
     return merging.combine_latent(out, lse, rows, dtype, interpret)
 
 
-def _refuse_call(q: Array, latent_pages: Array, kv_lora_rank: int, scale: float) -> None:
+def _refuse_call(q: Array, latent_pages: Array, kv_lora_rank: int, scale: float, *, paged: bool = True) -> None:
     """Raises NotImplementedError with the reason for a call the kernel cannot serve."""
     if q.dtype not in (jnp.bfloat16, jnp.float16) or latent_pages.dtype not in (q.dtype, STORED):
         given = f"q {q.dtype} with pages {latent_pages.dtype}"
@@ -188,6 +195,7 @@ def _refuse_call(q: Array, latent_pages: Array, kv_lora_rank: int, scale: float)
     if (kv_lora_rank, q.shape[-1]) != (RANK, RANK + ROTATED):
         given = f"{kv_lora_rank} + {q.shape[-1] - kv_lora_rank}"
         raise NotImplementedError(f"takes rows of {RANK} + {ROTATED} entries, not {given}")
-    require_page_size(latent_pages.shape[2])
+    if paged:
+        require_page_size(latent_pages.shape[2])
     if scale <= 0:
         raise NotImplementedError(f"takes a positive scale, not {scale}")
