@@ -98,7 +98,7 @@ class _Row:
 
         @th.fori(th.as_word(th.compare(th.as_word(done), "eq", 0)), [found, missing])
         def last(_, carry):
-            return list(self._next_bits(*carry, 3)[:2])
+            return list(self._next_bits(carry[0], carry[1], 3)[:2])
 
         below = th.sub(th.mul(found, BINS), 1)
         found, missing = last.results
