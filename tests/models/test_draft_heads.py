@@ -136,7 +136,7 @@ def test_a_mix_by_hand() -> None:
 
 
 def test_candidates_are_the_best_with_the_noise_that_they_are_drawn_with() -> None:
-    """Chosen with it, judged without it, whether columns are tokens, rows of a shortlist, or of a vocabulary of the drafter's own."""
+    """Chosen with it and judged without it: columns are tokens, rows of a shortlist, or of the drafter's own vocabulary."""
     logits = jnp.array([[[3.0, 2.0, 1.0, 0.0]]])
     noise = jnp.array([[[0.0, -5.0, 0.0, 0.0, 9.0, 0.0, 4.0, 7.0]]])  # of tokens
     block = Block(jnp.zeros(1, jnp.int32), logits, logits, None, logits, jnp.asarray, lambda: logits)

@@ -46,7 +46,7 @@ class Block(NamedTuple):
     chance: Float[Array, "B g S"] | None = None
 
     def best(self, count: int) -> tuple[Float[Array, "B g C"], Int[Array, "B g C"], Int[Array, "B g C"]]:
-        """The largest base logits of each place, `chance` included, without it; their rows of the LM head and those rows' tokens."""
+        """The largest base logits of each place, chosen with `chance`, their rows of the LM head and those rows' tokens."""
         if self.chance is None:
             unary, columns = largest(self.logits, count)
         else:
