@@ -21,7 +21,7 @@ from dflash_jax.errors import DFlashError, PromptError
 from dflash_jax.generation import prompted
 from dflash_jax.model import Model
 from dflash_jax.options import as_integer
-from dflash_jax.serving.answers import Answer, TokenBytes
+from dflash_jax.serving.answers import Answer
 from dflash_jax.serving.async_engine import AsyncEngine, AsyncRun
 from dflash_jax.serving.bodies import Ask, check_names, completion_ask, flag, parsed, requests_of, shown
 from dflash_jax.serving.chat_answers import ChatAnswer
@@ -358,8 +358,7 @@ class Routes:
             if not isinstance(text, str):
                 raise Problem(400, "prompt must be a text", param="prompt", code="invalid_value")
             ids = await asyncio.to_thread(tokenizer.encode, text, special=special)
-        names_of = TokenBytes(tokenizer)
-        told = [names_of.of(token).decode("utf-8", "replace") for token in ids] if named else None
+        told = [tokenizer.token_bytes.of(token).decode("utf-8", "replace") for token in ids] if named else None
         limit = model.engine.max_model_len
         return _json({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": told})
 
