@@ -40,7 +40,8 @@ class TextStream:
         self._given = 0
         # Bytes behind the last piece of text, where a text is the bytes of its tokens.
         self._joins, self._bytes = tokenizer is not None and tokenizer.joins_bytes, b""
-        # Otherwise tokens of the newest piece of text and those after it, how many make that piece, and its text when they stand alone.
+        # Otherwise tokens of the newest piece of text and those after it, how many make that piece, and its text when they stand
+        # alone.
         self._ids: list[int] = []
         self._read, self._known = 0, ""
 
