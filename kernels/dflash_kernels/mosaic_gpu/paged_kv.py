@@ -176,8 +176,8 @@ class PagedKV:
       arrivals: addresses of the barriers that evict-first copies arrive at.
       one_warp: starts copies, unless all threads of a warpgroup do.
       entries: of the table, for the first tiles, where `with_entries` has asked for them.
-      half: which half of the columns the warpgroup has, where two share query rows: its tiles and barriers are its own then, the
-        first index of the memory and of the barriers.
+      own: index of the warpgroup where each has tiles and barriers of its own, the first index of the memory and of the barriers.
+      first_column: of the columns that tiles hold, where those are not all.
     """
 
     work: Work
@@ -186,7 +186,8 @@ class PagedKV:
     arrivals: dict[str, Any]
     one_warp: bool = False
     entries: Any = None
-    half: Any = None
+    own: Any = None
+    first_column: Any = None
 
     def with_entries(self) -> "PagedKV":
         """Asks for the table's entries, before the sequence's length is there."""
@@ -231,10 +232,9 @@ class PagedKV:
     def fill(self, stream: str, tile: Any, pages: list[Any]) -> None:
         """Starts the copies of one tile."""
         launch, stage, head = self.work.launch, self.stage(tile), self.work.head
-        pool, memory, slot, columns = self.refs[stream], self.buffers[f"{stream}_sm"], stage, {}
-        if self.half is not None:
-            memory, slot, width = memory.at[self.half], self._slot(stage), memory.shape[-1]
-            columns = {"first_column": self.half * width, "swizzle": most_swizzled(stream, launch.keys)}
+        pool, memory, slot, columns = self.refs[stream], self._memory(stream), self._slot(stage), {}
+        if self.first_column is not None:
+            columns = {"first_column": self.first_column, "swizzle": most_swizzled(stream, launch.keys)}
         if launch.page_size >= launch.keys:
             part = lax.rem(tile, jnp.int32(launch.page_size // launch.keys))
             copies = [(pages[0], pl.ds(part * launch.keys, launch.keys), memory.at[stage])]
@@ -249,7 +249,7 @@ class PagedKV:
             else:
                 source = pool.at[page, head, rows]
                 if columns:
-                    source = source.at[:, pl.ds(columns["first_column"], memory.shape[-1])]
+                    source = source.at[:, pl.ds(self.first_column, memory.shape[-1])]
                 plgpu.copy_gmem_to_smem(source, target, self.buffers[f"{stream}_in"].at[slot])
 
     def stage(self, tile: Any) -> Any:
@@ -258,7 +258,15 @@ class PagedKV:
 
     def _slot(self, stage: Any) -> Any:
         """Of a stage's barriers, the one that counts."""
-        return stage if self.half is None else self.half * self.work.launch.stages + stage
+        return stage if self.own is None else self.own * self.work.launch.stages + stage
+
+    def _memory(self, stream: str) -> Any:
+        memory = self.buffers[f"{stream}_sm"]
+        return memory if self.own is None else memory.at[self.own]
+
+    def held(self, stream: str, tile: Any) -> Any:
+        """A tile's shared memory."""
+        return self._memory(stream).at[self.stage(tile)]
 
     def next_in_stage(self, tile: Any) -> Any:
         """The tile that takes another one's place in the ring."""
@@ -268,8 +276,7 @@ class PagedKV:
         """A tile's shared memory, once its copies have arrived."""
         stage = self.stage(tile)
         plgpu.barrier_wait(self.buffers[f"{stream}_in"].at[self._slot(stage)])
-        memory = self.buffers[f"{stream}_sm"]
-        return (memory if self.half is None else memory.at[self.half]).at[stage]
+        return self._memory(stream).at[stage]
 
     def release(self, stream: str, tile: Any, pages: list[Any]) -> None:
         """Gives a used stage back and, once all warpgroups have, starts the tile that comes next in it."""

@@ -36,6 +36,7 @@ class Tuning:
     together: bool | None = None
     ahead: bool = True
     evict_first: bool | None = None
+    paired: bool = False
 
     def __post_init__(self):
         stages, splits = (1 if number is None else number for number in (self.stages, self.splits))
@@ -91,6 +92,7 @@ class Launch:
     fragments: bool = False
     halves: bool = False
     ahead: bool = False
+    paired: bool = False
     invariant: bool = False
 
     @property
@@ -110,7 +112,7 @@ class Launch:
 
     @property
     def block_rows(self) -> int:
-        return self.rows if self.halves else self.warpgroups * self.rows
+        return self.rows if self.halves and not self.paired else self.warpgroups * self.rows
 
     @property
     def width(self) -> int:
@@ -190,23 +192,25 @@ def plan_wide(
     Raises ValueError for a tuning that asks for tiles of 128 keys.
     """
     del items
-    row_blocks = -(-tokens * group // ROWS)
+    tiles = -(-tokens * group // ROWS)
+    row_blocks = -(-tiles // 2) if tuning.paired else tiles
     keys = tuning.keys or WIDE_KEYS
     if keys > ROWS:
         raise ValueError(f"takes tiles of 32 or 64 keys with heads of {head_dim}, not {tuning}")
     splits = tuning.splits
     if splits is None:
-        ctas, rows = b * kv_heads * row_blocks, min(tokens * group, ROWS)
+        ctas, rows = b * kv_heads * row_blocks * (2 if tuning.paired else 1), min(tokens * group, ROWS)
         splits = best_splits(ctas, MULTIPROCESSORS, table_width * page_size, keys, rows)
-    direct = splits == 1 and not has_sinks and (row_blocks == 1 or ROWS % group == 0)
+    direct = splits == 1 and not has_sinks and (tiles == 1 or ROWS % group == 0)
     stages = tuning.stages
     if stages is None:
         held = ROWS * head_dim * 2 + 2 * ROWS * keys * 4  # queries, and scores of half of the columns
-        stages = max(min((SHARED_MEMORY - held - BARRIERS) // (keys * head_dim * 4), 4), 1)
+        stage = keys * head_dim * (2 if tuning.paired else 4)
+        stages = max(min((SHARED_MEMORY - held - BARRIERS) // stage, 4), 1)
     return Launch(
         tokens=tokens, group=group, head_dim=head_dim, page_size=page_size, table_width=table_width, kv_heads=kv_heads,
         warpgroups=2, rows=ROWS, row_blocks=row_blocks, keys=keys, stages=stages, splits=splits, min_tiles=tuning.min_tiles,
-        direct=direct, halves=True, ahead=tuning.ahead,
+        direct=direct, halves=True, ahead=tuning.ahead, paired=tuning.paired,
         evict_first=row_blocks == 1 if tuning.evict_first is None else tuning.evict_first, **mask,
     )  # fmt: skip
 

@@ -23,7 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dflash_kernels.attention.paged.launch import ROWS, Launch
 from dflash_kernels.attention.paged.mosaic_gpu_sm90 import Cta, weigh
-from dflash_kernels.mosaic_gpu import epilogue, paged_kv, softmax
+from dflash_kernels.mosaic_gpu import combine, epilogue, paged_kv, softmax, tma
 from dflash_kernels.mosaic_gpu.layouts import swizzled
 from dflash_kernels.mosaic_gpu.queries import ask_for_rows, put_rows
 from dflash_kernels.mosaic_gpu.thread_op import MATRIX, ROW, interpreting, kernel
@@ -39,7 +39,7 @@ def attention(
     seq_lens: jax.Array, q_lens: jax.Array, interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Runs the kernel. Arguments and results are those of `mosaic_gpu_sm90.attention`."""
-    b, rows = q.shape[0], launch.row_blocks * ROWS
+    b, rows = q.shape[0], launch.row_blocks * launch.block_rows
     written = rows if launch.row_blocks > 1 else -(-launch.tokens * launch.group // 8) * 8
     if launch.direct:
         out = jax.ShapeDtypeStruct((b, launch.tokens, launch.kv_heads, launch.group, launch.head_dim), q.dtype)
@@ -51,36 +51,41 @@ def attention(
     def body(*refs, **buffers):
         named = dict(zip([*given, "o", "lse"], refs, strict=True))
         kv = paged_kv.paged_kv(launch, named, buffers, stride=launch.splits)
-        # Both warpgroups have all of the CTA's rows.
-        work = dataclasses.replace(kv.work, first_row=kv.work.row_block * ROWS)
-        kv = dataclasses.replace(kv, work=work, half=work.warpgroup)
-        _attend(Cta(launch, named, buffers, kv, named["lse"].at[work.place.sequence, work.head, work.place.split]))
+        half, width = lax.axis_index("half" if launch.paired else "wg"), launch.head_dim // 2
+        kv = dataclasses.replace(kv, first_column=half * width)
+        if not launch.paired:
+            # Both warpgroups have all of the CTA's rows.
+            work = dataclasses.replace(kv.work, first_row=kv.work.row_block * ROWS)
+            kv = dataclasses.replace(kv, work=work, own=half)
+        place = kv.work.place
+        _attend(Cta(launch, named, buffers, kv, named["lse"].at[place.sequence, kv.work.head, place.split]), half)
 
+    cluster = {"cluster": (2,), "cluster_names": ("half",)} if launch.paired else {}
     return kernel(
         body,
         out_type=(out, jax.ShapeDtypeStruct((b, launch.kv_heads, launch.splits, rows), jnp.float32)),
         scratch_types=scratch(launch, q.dtype, interpret),
-        **paged_kv.grid(launch, b),
+        **paged_kv.grid(launch, b), **cluster,
         num_threads=2, thread_name="wg", compiler_params=_PARAMS, interpret=interpret,
     )(*given.values())  # fmt: skip
 
 
 def scratch(launch: Launch, dtype: Any, interpret: Any) -> dict[str, Any]:
-    """Shared memory and barriers of one CTA; the first index of each is a warpgroup's."""
-    half, keys = launch.head_dim // 2, launch.keys
-    tiles = {
-        f"{stream}_sm": plgpu.SMEM(
-            (2, launch.stages, keys, half), dtype, transforms=swizzled(dtype, half, paged_kv.most_swizzled(stream, keys))
-        )
-        for stream in ("k", "v")
-    }
-    filled = plgpu.Barrier(num_arrivals=launch.copies, num_barriers=2 * launch.stages)
-    buffers: dict[str, Any] = tiles | {
-        "q_sm": plgpu.SMEM((2, ROWS, half), dtype, transforms=swizzled(dtype, half)),
-        "k_in": filled, "v_in": filled,
-        "products": plgpu.SMEM((2, ROWS, keys), jnp.float32, transforms=swizzled(jnp.float32, keys)),
-        "given": plgpu.Barrier(num_barriers=2), "taken": plgpu.Barrier(num_barriers=2),
-    }  # fmt: skip
+    """Shared memory and barriers of one CTA. The first index is a warpgroup's, but for tiles that both read."""
+    half, keys, stages = launch.head_dim // 2, launch.keys, launch.stages
+    own = () if launch.paired else (2,)
+    buffers: dict[str, Any] = {"q_sm": plgpu.SMEM((2, ROWS, half), dtype, transforms=swizzled(dtype, half))}
+    for stream in ("k", "v"):
+        tiles = swizzled(dtype, half, paged_kv.most_swizzled(stream, keys))
+        buffers[f"{stream}_sm"] = plgpu.SMEM((*own, stages, keys, half), dtype, transforms=tiles)
+        barriers = stages if launch.paired else 2 * stages
+        buffers[f"{stream}_in"] = plgpu.Barrier(num_arrivals=launch.copies, num_barriers=barriers)
+        if launch.paired:
+            buffers[f"{stream}_out"] = plgpu.Barrier(num_arrivals=2, num_barriers=stages)
+    buffers |= {"given_in": plgpu.Barrier(num_barriers=2), "taken_in": plgpu.Barrier(num_barriers=2)}
+    if launch.paired:
+        return buffers | {"products": plgpu.SMEM((2, ROWS * keys), jnp.float32)}
+    buffers["products"] = plgpu.SMEM((2, ROWS, keys), jnp.float32, transforms=swizzled(jnp.float32, keys))
     if interpret is not None:
         # The interpreter knows neither weights nor results from registers.
         buffers["p_sm"] = plgpu.SMEM((2, ROWS, keys), dtype)
@@ -88,37 +93,42 @@ def scratch(launch: Launch, dtype: Any, interpret: Any) -> dict[str, Any]:
     return buffers
 
 
-def _attend(cta: Cta) -> None:
+def _attend(cta: Cta, half: Any) -> None:
     """The program of a warpgroup."""
-    work, kv = cta.work, cta.kv
-    half = cta.launch.head_dim // 2
-    queries = cta.queries.at[:, :, pl.ds(work.warpgroup * half, half)]
-    rows = ask_for_rows(queries, work.first_row, rows=cta.launch.tokens * cta.launch.group, columns=half)
+    work, kv, launch = cta.work, cta.kv, cta.launch
+    width, q_sm = launch.head_dim // 2, cta.buffers["q_sm"].at[cta.work.warpgroup]
+    queries = cta.queries.at[:, :, pl.ds(kv.first_column, width)]
+    rows = ask_for_rows(queries, work.first_row, rows=launch.tokens * launch.group, columns=width)
     pages = kv.ring_pages()
 
     @pl.when(work.begin < work.end)
     def _():
-        kv.fill_ring(("k", "v"), pages)
+        fill = functools.partial(kv.fill_ring, ("k", "v"), pages)
+        pl.when(work.warpgroup == 0)(fill) if launch.paired else fill()
         # A row's garbage never leaves that row.
-        put_rows(queries, cta.buffers["q_sm"].at[work.warpgroup], work.first_row, rows)
+        put_rows(queries, q_sm, work.first_row, rows)
         row_max = plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), ROW)
         row_sum = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), ROW)
-        acc = plgpu.layout_cast(jnp.zeros((ROWS, half), jnp.float32), MATRIX)
-        if cta.launch.ahead:
-            products = scores_of(cta.buffers["q_sm"].at[work.warpgroup], kv.wait("k", work.begin), cta.launch.keys)
+        acc = plgpu.layout_cast(jnp.zeros((ROWS, width), jnp.float32), MATRIX)
+        if launch.ahead:
+            products = scores_of(q_sm, kv.wait("k", work.begin), launch.keys)
             coming = kv.pages(kv.next_in_stage(work.begin))
-            _refill(cta, "k", work.begin, coming)
+            _release(cta, "k", work.begin, coming)
             carry = acc, row_max, row_sum, products, *coming
             acc, row_max, row_sum = work.walk(functools.partial(_step_ahead, cta), carry)[:3]
         else:
             acc, row_max, row_sum = work.walk(functools.partial(_step, cta), (acc, row_max, row_sum))
-        _write(cta, *softmax.finalize(acc, row_max, row_sum, work.live(row_sum, ROW)))
+        _write(cta, half, *softmax.finalize(acc, row_max, row_sum, work.live(row_sum, ROW)))
 
     @pl.when(work.begin >= work.end)
     def _():
         lse = plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), ROW)
-        zeros = plgpu.layout_cast(jnp.zeros((ROWS, half), jnp.float32), MATRIX)
-        _write(cta, zeros if cta.launch.direct else None, lse)
+        zeros = plgpu.layout_cast(jnp.zeros((ROWS, width), jnp.float32), MATRIX)
+        _write(cta, half, zeros if launch.direct else None, lse)
+
+    if launch.paired:
+        # No CTA leaves while the other one still gives to it, or tells that it has taken.
+        combine.await_cluster()
 
 
 # Mainloop
@@ -129,20 +139,12 @@ def _step(cta: Cta, tile: Any, carry: Any, *, masked: bool) -> tuple[Any, Any, A
     launch, kv, buffers, (acc, row_max, row_sum) = cta.launch, cta.kv, cta.buffers, carry
     mine, coming = cta.work.warpgroup, kv.pages(kv.next_in_stage(tile))
     products = scores_of(buffers["q_sm"].at[mine], kv.wait("k", tile), launch.keys)
-    _refill(cta, "k", tile, coming)
+    _release(cta, "k", tile, coming)
     weights, alpha, row_max, row_sum = weigh(cta, tile, _scores(cta, products), row_max, row_sum, masked=masked)
-    acc = softmax.rescaled(acc, alpha)
-    values = kv.wait("v", tile)
-    if masked:
-        # Rows past the sequence: their weight is 0, and 0 * NaN is NaN.
-        live = cta.work.kv_len - tile * launch.keys
-        swizzle = paged_kv.most_swizzled("v", launch.keys)
-        pl.when(live < launch.keys)(lambda: paged_kv.clear_rows(values, live, swizzle=swizzle))
-    staged = buffers["p_sm"].at[mine] if "p_sm" in buffers else None
-    acc = add_values(acc, weights.astype(buffers["v_sm"].dtype), values, staged)
-    _refill(cta, "v", tile, coming)
-    # Of this tile the other warpgroup has long had the products; the next one's may take their place.
-    plgpu.barrier_wait(buffers["taken"].at[mine])
+    acc = _add_values(cta, tile, acc, alpha, weights, masked)
+    _release(cta, "v", tile, coming)
+    # Of this tile the other one has long had the products; the next one's may take their place.
+    plgpu.barrier_wait(buffers["taken_in"].at[mine])
     return acc, row_max, row_sum
 
 
@@ -158,33 +160,29 @@ def _step_ahead(cta: Cta, tile: Any, carry: Any, *, masked: bool) -> tuple[Any, 
 
     def under_products(total):
         # Past the last tile they are of whatever lies there, and nobody uses them.
-        keys = buffers["k_sm"].at[mine, kv.stage(following)]
-        plgpu.wgmma(total, buffers["q_sm"].at[mine], keys.transpose((1, 0)))
+        plgpu.wgmma(total, buffers["q_sm"].at[mine], kv.held("k", following).transpose((1, 0)))
         found = weigh(cta, tile, _scores(cta, products), row_max, row_sum, masked=masked)
         return total[...], *found
 
     products, weights, alpha, row_max, row_sum = pl.run_scoped(
         under_products, plgpu.ACC((ROWS, launch.keys), jnp.float32)
     )
-    _refill(cta, "k", following, coming)
-    acc = softmax.rescaled(acc, alpha)
-    values = kv.wait("v", tile)
-    if masked:
-        # Rows past the sequence: their weight is 0, and 0 * NaN is NaN.
-        live = cta.work.kv_len - tile * launch.keys
-        swizzle = paged_kv.most_swizzled("v", launch.keys)
-        pl.when(live < launch.keys)(lambda: paged_kv.clear_rows(values, live, swizzle=swizzle))
-    staged = buffers["p_sm"].at[mine] if "p_sm" in buffers else None
-    acc = add_values(acc, weights.astype(buffers["v_sm"].dtype), values, staged)
-    _refill(cta, "v", tile, pages)
-    plgpu.barrier_wait(buffers["taken"].at[mine])
+    _release(cta, "k", following, coming)
+    acc = _add_values(cta, tile, acc, alpha, weights, masked)
+    _release(cta, "v", tile, pages)
+    # Of this tile the other one has long had the products; the next one's may take their place.
+    plgpu.barrier_wait(buffers["taken_in"].at[mine])
     return acc, row_max, row_sum, products, *coming
 
 
 def _scores(cta: Cta, products: Any) -> Any:
-    """Products over all columns, from those over each half: the same bits in both warpgroups."""
-    memory, given, taken = (cta.buffers[name] for name in ("products", "given", "taken"))
+    """Products over all columns, from those over each half: the same bits in both."""
+    memory, given, taken = (cta.buffers[name] for name in ("products", "given_in", "taken_in"))
     mine, other = cta.work.warpgroup, 1 - cta.work.warpgroup
+    if cta.launch.paired:
+        combine.give_peer(products, memory.at[mine], tma.arrival(tma.address_of(given), mine))
+        plgpu.barrier_wait(given.at[mine])
+        return combine.add_given(products, memory.at[mine], tma.arrival(tma.address_of(taken), mine))
     memory.at[mine][...] = products
     plgpu.barrier_arrive(given.at[mine])
     plgpu.barrier_wait(given.at[other])
@@ -193,8 +191,23 @@ def _scores(cta: Cta, products: Any) -> Any:
     return scores
 
 
-def _refill(cta: Cta, stream: str, tile: Any, pages: list[Any]) -> None:
-    """Starts this half of the tile that takes a used one's place."""
+def _add_values(cta: Cta, tile: Any, acc: Any, alpha: Any, weights: Any, masked: bool) -> Any:
+    """The sums with a tile's values, this half of the columns."""
+    values = cta.kv.wait("v", tile)
+    acc = softmax.rescaled(acc, alpha)
+    if masked:
+        # Rows past the sequence: their weight is 0, and 0 * NaN is NaN. Two warpgroups that share a tile write the same bits.
+        live, swizzle = cta.work.kv_len - tile * cta.launch.keys, paged_kv.most_swizzled("v", cta.launch.keys)
+        pl.when(live < cta.launch.keys)(lambda: paged_kv.clear_rows(values, live, swizzle=swizzle))
+    staged = cta.buffers["p_sm"].at[cta.work.warpgroup] if "p_sm" in cta.buffers else None
+    return add_values(acc, weights.astype(values.dtype), values, staged)
+
+
+def _release(cta: Cta, stream: str, tile: Any, pages: list[Any]) -> None:
+    """Gives a used tile's memory to the tile that comes next in it."""
+    if cta.launch.paired:
+        cta.kv.release(stream, tile, pages)
+        return
     coming = cta.kv.next_in_stage(tile)
 
     @pl.when(coming < cta.work.end)
@@ -206,25 +219,24 @@ def _refill(cta: Cta, stream: str, tile: Any, pages: list[Any]) -> None:
 # Epilogue
 
 
-def _write(cta: Cta, out: Any, lse: Any) -> None:
-    """This half of the columns; the lse is the first warpgroup's to write."""
+def _write(cta: Cta, half: Any, out: Any, lse: Any) -> None:
+    """This half of the columns; the lse is the first half's to write."""
     launch, work, refs = cta.launch, cta.work, cta.refs
 
-    @pl.when(work.warpgroup == 0)
+    @pl.when(half == 0)
     def _():
         cta.lse_row.at[pl.ds(work.first_row, ROWS)][...] = lse
 
     if out is None:
         return
-    half = launch.head_dim // 2
-    column, rows = work.warpgroup * half, launch.tokens * launch.group
+    column, width, rows = cta.kv.first_column, launch.head_dim // 2, launch.tokens * launch.group
     if interpreting():
-        _write_interpreted(cta, out, pl.ds(column, half))
+        _write_interpreted(cta, out, pl.ds(column, width))
     elif launch.direct:
         epilogue.store_columns(cta.out, out.astype(refs["o"].dtype), column, work.first_row, rows=rows)
     else:
         split = refs["o"].at[work.place.sequence, work.head, work.place.split]
-        epilogue.store_split(split.at[:, pl.ds(column, half)], out, work.first_row)
+        epilogue.store_split(split.at[:, pl.ds(column, width)], out, work.first_row)
 
 
 def _write_interpreted(cta: Cta, out: Any, columns: Any) -> None:
