@@ -95,7 +95,13 @@ class Case:
 
     @property
     def mask(self) -> dict[str, Any]:
-        return {"causal": self.causal, "window": (None, None), "soft_cap": None, "sinks": None, "scale": self.head_dim**-0.5}
+        return {
+            "causal": self.causal,
+            "window": (None, None),
+            "soft_cap": None,
+            "sinks": None,
+            "scale": self.head_dim**-0.5,
+        }
 
 
 PEER_CASES = [Case(b, length, t) for (b, length), times in PEER_US.items() for t in times]

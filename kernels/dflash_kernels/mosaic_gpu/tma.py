@@ -134,9 +134,7 @@ def copy_page_once(
     ),
     context=True,
 )  # fmt: skip
-def _copy_page(
-    ctx, source, target, barrier, *places, transforms: Any, box: tuple[int, ...], size: int, one_warp: bool
-):
+def _copy_page(ctx, source, target, barrier, *places, transforms: Any, box: tuple[int, ...], size: int, one_warp: bool):
     page, head, *starts = (arith.index_cast(ir.IndexType.get(), value) for value in places)
     threads = WARP if one_warp else WARPGROUP
     scope = utils.ThreadSubset.WARP if one_warp else utils.ThreadSubset.WARPGROUP
@@ -150,9 +148,10 @@ def _copy_page(
     tiles: dict[str, Any] = {}
     if transforms:
         tiles = {"gmem_transform": mgpu.TileTransform(transforms[0].tiling), "swizzle": transforms[1].swizzle}
+    parts = [utils.ds(*part) for part in zip(starts, box, strict=True)]
     ctx.async_copy(
-        src_ref=source, dst_ref=target, arrive=False,
-        gmem_slice=(page, head, *(utils.ds(*part) for part in zip(starts, box, strict=True))), barrier=_Barrier(barrier), predicate=utils.single_thread_predicate(scope), **tiles,
+        src_ref=source, dst_ref=target, gmem_slice=(page, head, *parts), arrive=False,
+        barrier=_Barrier(barrier), predicate=utils.single_thread_predicate(scope), **tiles,
     )  # fmt: skip
     _add_hint()
 

@@ -41,9 +41,7 @@ class Tuning:
     def __post_init__(self):
         stages, splits = (1 if number is None else number for number in (self.stages, self.splits))
         if self.keys not in (None, 32, 64, 128) or min(stages, splits, self.min_tiles) < 1:
-            raise ValueError(
-                f"takes tiles of 32, 64 or 128 keys, and a stage, a part and a tile or more, not {self}"
-            )
+            raise ValueError(f"takes tiles of 32, 64 or 128 keys, and a stage, a part and a tile or more, not {self}")
         if self.merge not in (None, "kernel", "xla"):
             raise ValueError(f'merge is "kernel", "xla" or None, not {self.merge!r}')
 

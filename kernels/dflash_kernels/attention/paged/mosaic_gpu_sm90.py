@@ -65,7 +65,7 @@ def attention(
         out = jax.ShapeDtypeStruct((b, launch.tokens, launch.kv_heads, launch.group, launch.head_dim), q.dtype)
     else:
         out = jax.ShapeDtypeStruct((b, launch.kv_heads, launch.splits, written, launch.head_dim), jnp.float32)
-    given = _given(q=q, k=k_pages, v=v_pages, slopes=slopes, table=table, seq_lens=seq_lens, q_lens=q_lens)
+    given = given_arrays(q=q, k=k_pages, v=v_pages, slopes=slopes, table=table, seq_lens=seq_lens, q_lens=q_lens)
 
     def body(*refs, **buffers):
         named = dict(zip([*given, "o", "lse"], refs, strict=True))
@@ -94,7 +94,7 @@ def attention_by_items(
       Output `[B, T, K, G, H]` and natural lse `[B, K, 1, 64]` float32 of all splits together.
     """
     b, rows = q.shape[0], launch.tokens * launch.group
-    given = _given(
+    given = given_arrays(
         q=q, k=k_pages, v=v_pages, slopes=slopes, items=schedule.items, table=table, seq_lens=seq_lens, q_lens=q_lens
     )
     counters = (schedule.arrived,) if interpret is None else ()
@@ -128,7 +128,7 @@ def attention_by_items(
     return out, whole[:, :, None]
 
 
-def _given(**arrays: jax.Array | None) -> dict[str, jax.Array]:
+def given_arrays(**arrays: jax.Array | None) -> dict[str, jax.Array]:
     return {name: array for name, array in arrays.items() if array is not None}
 
 

@@ -1,9 +1,9 @@
 """The Hopper kernel for heads of 512: one CTA attends with 64 query rows of a KV head to one split of one sequence's pages.
 
-The output of 64 rows, 64 x 512 in float32, fills half of a multiprocessor's registers. So two warpgroups share the rows, and each has
-half of the columns, of queries, keys and values alike: it copies them itself, multiplies its queries with its keys and its weights
-with its values. Only the scores are sums over both halves: of each tile each warpgroup hands its products to the other through shared
-memory, in float32. Both then know the same scores and do the same softmax, and no other word passes between them.
+The output of 64 rows, 64 x 512 in float32, fills half of a multiprocessor's registers. So two warpgroups share the rows, and each
+has half of the columns, of queries, keys and values alike: it copies them itself, multiplies its queries with its keys and its
+weights with its values. Only the scores are sums over both halves: of each tile each warpgroup hands its products to the other
+through shared memory, in float32. Both then know the same scores and do the same softmax, and no other word passes between them.
 
 Splits are the output itself where there is one, and are left for a launch of its own otherwise (`combine`).
 """
@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dflash_kernels.attention.paged.launch import ROWS, Launch
-from dflash_kernels.attention.paged.mosaic_gpu_sm90 import Cta, weigh
+from dflash_kernels.attention.paged.mosaic_gpu_sm90 import Cta, given_arrays, weigh
 from dflash_kernels.mosaic_gpu import combine, epilogue, paged_kv, softmax, tma
 from dflash_kernels.mosaic_gpu.layouts import swizzled
 from dflash_kernels.mosaic_gpu.queries import ask_for_rows, put_rows
@@ -45,8 +45,7 @@ def attention(
         out = jax.ShapeDtypeStruct((b, launch.tokens, launch.kv_heads, launch.group, launch.head_dim), q.dtype)
     else:
         out = jax.ShapeDtypeStruct((b, launch.kv_heads, launch.splits, written, launch.head_dim), jnp.float32)
-    given = {"q": q, "k": k_pages, "v": v_pages, "slopes": slopes, "table": table, "seq_lens": seq_lens, "q_lens": q_lens}
-    given = {name: array for name, array in given.items() if array is not None}
+    given = given_arrays(q=q, k=k_pages, v=v_pages, slopes=slopes, table=table, seq_lens=seq_lens, q_lens=q_lens)
 
     def body(*refs, **buffers):
         named = dict(zip([*given, "o", "lse"], refs, strict=True))
