@@ -1,6 +1,7 @@
 """The Hopper kernel for heads of 512: in Pallas's interpreter, lowered for an H200, and for real (`-m gpu`)."""
 
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ import pytest
 from dflash_kernels import paged_attention
 from dflash_kernels.attention.paged.launch import Tuning, plan_wide
 from dflash_kernels.attention.paged.mosaic_gpu import tuned
+from dflash_kernels.core.device import SHARED_MEMORY
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ..devices import h200
@@ -31,7 +33,10 @@ CASES: dict[str, Any] = {
     "q16": (16, 2, 64, [70, 5], [16, 3], {}, Tuning(splits=1)),
     "q16-blocks": (16, 8, 64, [41], [13], {}, Tuning(splits=1)),
     "q16-blocks-split": (9, 16, 64, [135], [9], {}, Tuning(splits=2)),
-    "keys64": (3, 4, 64, [140], [2], {}, Tuning(splits=1, keys=64)),
+    "keys32": (3, 4, 64, [140], [2], {}, Tuning(splits=1, keys=32)),
+    "paired": (16, 8, 64, [330], [13], {}, Tuning(splits=1, paired=True)),
+    "paired-few": (2, 4, 64, [70, 0, 5], [2, 2, 1], {}, Tuning(splits=2, paired=True)),
+    "paired-window": (16, 8, 16, [290], None, {"window": (70, 0)}, Tuning(splits=1, paired=True)),
     "page16": (4, 4, 16, [85], [4], {"causal": False}, Tuning(splits=2)),
     "cap-sinks": (2, 4, 32, [50, 2], [2, 1], {"soft_cap": 1.5, "sinks": SINKS[:4]}, Tuning(splits=1)),
     "window": (4, 2, 128, [150], None, {"window": (30, 0)}, Tuning(splits=2)),
@@ -41,7 +46,9 @@ CASES: dict[str, Any] = {
 }
 
 
-@pytest.mark.few("interpreted-q1", "interpreted-q16-blocks", "interpreted-cap-sinks", "interpreted-window")
+@pytest.mark.few(
+    "interpreted-q1", "interpreted-q16-blocks", "interpreted-cap-sinks", "interpreted-window", "interpreted-paired-few"
+)
 @pytest.mark.parametrize("name", CASES)
 def test_agrees_with_float64(name: str, interpret: Any) -> None:
     t, group, page_size, seq_lens, q_lens, options, tuning = CASES[name]
@@ -56,9 +63,9 @@ def test_agrees_with_float64(name: str, interpret: Any) -> None:
 def test_every_group_and_page_size(t: int, group: int, page_size: int) -> None:
     """Long sequences and short ones, idle ones, and such as have fewer queries than others."""
     lens, live = [900, 130, 64, 1, 0], [t, max(t - 2, 1), 1, 1, t]
-    for splits in (None, 1, 2, 5):
+    for splits, paired in itertools.product((None, 1, 2, 5), (False, True)):
         shape = {"t": t, "group": group, "page_size": page_size, "kv_heads": 2, "head_dim": 512, "dtype": jnp.bfloat16}
-        check(make_case(lens, live, **shape), Tuning(splits=splits), None)
+        check(make_case(lens, live, **shape), Tuning(splits=splits, paired=paired), None)
 
 
 @pytest.mark.gpu
@@ -94,9 +101,11 @@ def shapes(t: int, page_size: int = 64, dtype: Any = jnp.bfloat16) -> tuple[jax.
     return q, pages, pages, *(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((8, 64), (8,), (8,)))
 
 
+@pytest.mark.few("1-None-False", "16-None-False", "256-None-False", "16-1-True")
+@pytest.mark.parametrize("paired", [False, True])
 @pytest.mark.parametrize(("t", "splits"), [(1, None), (16, None), (16, 1), (256, None)])
-def test_lowers_for_an_h200(t: int, splits: int | None) -> None:
-    launch = call.trace(*shapes(t), **MASK, tuning=Tuning(splits=splits), interpret=None)
+def test_lowers_for_an_h200(t: int, splits: int | None, paired: bool) -> None:
+    launch = call.trace(*shapes(t), **MASK, tuning=Tuning(splits=splits, paired=paired), interpret=None)
     with h200():
         assert "@mosaic_gpu_v2" in launch.lower(lowering_platforms=("cuda",)).as_text()
 
@@ -114,6 +123,19 @@ def test_every_page_size_lowers_with_every_option(page_size: int) -> None:
 def planned(t: int, tuning: Tuning | None = None, **changes: Any) -> Any:
     shape = {"b": 8, "group": 8, "page_size": 64, "kv_heads": 4, "table_width": 64, "has_sinks": False}
     return plan_wide(tuning or Tuning(), tokens=t, head_dim=512, **shape | changes, **MASK)
+
+
+def test_schedule() -> None:
+    """One CTA on each of 132 multiprocessors, and as much shared memory as it has."""
+    assert [planned(t).splits for t in (1, 16)] == [4, 2]
+    assert (planned(1, b=64).splits, planned(1, b=64).direct) == (1, True)
+    assert [planned(t).row_blocks for t in (1, 16, 256)] == [1, 2, 32]
+    assert [planned(t, Tuning(paired=True)).row_blocks for t in (1, 16, 256)] == [1, 1, 16]
+    for launch in (planned(16), planned(16, Tuning(keys=32)), planned(16, Tuning(paired=True))):
+        tiles = launch.stages * launch.keys * 512 * (2 if launch.paired else 4)
+        assert tiles + 64 * 512 * 2 + 2 * 64 * launch.keys * 4 + 512 <= SHARED_MEMORY
+    assert not planned(64, b=64, has_sinks=True).direct
+    assert not planned(64, b=64, group=3).direct
 
 
 def test_a_tuning_for_other_heads_is_refused() -> None:

@@ -11,7 +11,6 @@ BARRIERS = 512  # bytes, more than any launch has
 SWAPPED = 128  # threads of a CTA that swap with the other one's
 # Splits from which on a kernel of our own combines them faster than XLA, whose fusion takes them one after the other.
 KERNEL_COMBINES = 8
-WIDE_KEYS = 32  # of a tile of heads wider than 256
 MOST_TOGETHER = 8  # CTAs of a cluster that every GPU can launch
 
 
@@ -26,6 +25,7 @@ class Tuning:
       min_tiles: fewest tiles worth a split.
       merge: who combines the splits afterwards, "kernel" or "xla".
       together: a cluster of up to eight, the CTAs of a sequence's splits, combines them itself.
+      paired: of heads wider than 256, whether two CTAs of a cluster have half of the columns each.
     """
 
     splits: int | None = None
@@ -34,9 +34,7 @@ class Tuning:
     min_tiles: int = 1
     merge: str | None = None
     together: bool | None = None
-    ahead: bool = True
-    evict_first: bool | None = None
-    paired: bool = False
+    paired: bool | None = None
 
     def __post_init__(self):
         stages, splits = (1 if number is None else number for number in (self.stages, self.splits))
@@ -61,7 +59,9 @@ class Launch:
       items: work items of a `PagedSchedule`; the last CTA of a sequence's to finish combines its splits. 0 without one.
       evict_first: pages are copied with a hint that they are read once.
       fragments: splits are stored as the fragments that threads hold (`combine.store_fragments`).
-      halves: two warpgroups share the query rows, and each has half of the columns.
+      halves: two warpgroups share query rows, and each has half of the columns.
+      paired: these are warpgroups of two CTAs, a cluster.
+      flows: products of two tiles are on their way at a time.
       invariant: over 8-bit pages, whether a row's bits depend on no other row and not on how many keys there are.
     """
 
@@ -89,8 +89,8 @@ class Launch:
     evict_first: bool = False
     fragments: bool = False
     halves: bool = False
-    ahead: bool = False
     paired: bool = False
+    flows: bool = False
     invariant: bool = False
 
     @property
@@ -102,6 +102,11 @@ class Launch:
     def unstaged(self) -> bool:
         """Whether results leave from registers alone: memory for them would leave no room for a third stage of wide heads."""
         return self.halves or (self.head_dim > 128 and self.stages > 2 and not self.combines)
+
+    def unpaired(self) -> "Launch":
+        """The same in one CTA, for the interpreter, which knows no other one's memory."""
+        row_blocks = -(-self.tokens * self.group // ROWS) if self.paired else self.row_blocks
+        return dataclasses.replace(self, paired=False, row_blocks=row_blocks)
 
     @property
     def pair(self) -> bool:
@@ -190,26 +195,25 @@ def plan_wide(
     Raises ValueError for a tuning that asks for tiles of 128 keys.
     """
     del items
-    tiles = -(-tokens * group // ROWS)
-    row_blocks = -(-tiles // 2) if tuning.paired else tiles
-    keys = tuning.keys or WIDE_KEYS
+    tiles, keys = -(-tokens * group // ROWS), tuning.keys or 64
+    paired = bool(tuning.paired)
+    row_blocks = -(-tiles // 2) if paired else tiles
     if keys > ROWS:
         raise ValueError(f"takes tiles of 32 or 64 keys with heads of {head_dim}, not {tuning}")
     splits = tuning.splits
     if splits is None:
-        ctas, rows = b * kv_heads * row_blocks * (2 if tuning.paired else 1), min(tokens * group, ROWS)
+        ctas, rows = b * kv_heads * row_blocks * (2 if paired else 1), min(tokens * group, ROWS)
         splits = best_splits(ctas, MULTIPROCESSORS, table_width * page_size, keys, rows)
     direct = splits == 1 and not has_sinks and (tiles == 1 or ROWS % group == 0)
     stages = tuning.stages
     if stages is None:
         held = ROWS * head_dim * 2 + 2 * ROWS * keys * 4  # queries, and scores of half of the columns
-        stage = keys * head_dim * (2 if tuning.paired else 4)
+        stage = keys * head_dim * (2 if paired else 4)
         stages = max(min((SHARED_MEMORY - held - BARRIERS) // stage, 4), 1)
     return Launch(
         tokens=tokens, group=group, head_dim=head_dim, page_size=page_size, table_width=table_width, kv_heads=kv_heads,
         warpgroups=2, rows=ROWS, row_blocks=row_blocks, keys=keys, stages=stages, splits=splits, min_tiles=tuning.min_tiles,
-        direct=direct, halves=True, ahead=tuning.ahead, paired=tuning.paired,
-        evict_first=row_blocks == 1 if tuning.evict_first is None else tuning.evict_first, **mask,
+        direct=direct, halves=True, paired=paired, flows=paired, evict_first=row_blocks == 1, **mask,
     )  # fmt: skip
 
 

@@ -106,7 +106,7 @@ def _attend(
     )  # fmt: skip
     if interpret is not None:
         # The interpreter has no shared memory of other CTAs, and no hints.
-        launch = dataclasses.replace(launch, together=False, evict_first=False)
+        launch = dataclasses.replace(launch.unpaired(), together=False, evict_first=False)
     integers = [array.astype(jnp.int32) for array in (page_table, seq_lens, q_lens)]
     if slopes is not None:
         slopes = jnp.tile(slopes.astype(jnp.float32).reshape(kv_heads, 1, group), (1, tokens, 1)).reshape(

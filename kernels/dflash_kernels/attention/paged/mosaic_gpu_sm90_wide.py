@@ -5,6 +5,10 @@ has half of the columns, of queries, keys and values alike: it copies them itsel
 weights with its values. Only the scores are sums over both halves: of each tile each warpgroup hands its products to the other
 through shared memory, in float32. Both then know the same scores and do the same softmax, and no other word passes between them.
 
+For more than 64 query rows the two can be those of two CTAs, a cluster (`paired`): each has two warpgroups, so 128 rows, and reads
+half of the columns for all of them, and products go to the other CTA's shared memory. While they are on their way, and while a tile
+has its softmax, the tile before is multiplied with its values and the tile after with the queries.
+
 Splits are the output itself where there is one, and are left for a launch of its own otherwise (`combine`).
 """
 
@@ -109,14 +113,7 @@ def _attend(cta: Cta, half: Any) -> None:
         row_max = plgpu.layout_cast(jnp.full((ROWS,), -jnp.inf, jnp.float32), ROW)
         row_sum = plgpu.layout_cast(jnp.zeros((ROWS,), jnp.float32), ROW)
         acc = plgpu.layout_cast(jnp.zeros((ROWS, width), jnp.float32), MATRIX)
-        if launch.ahead:
-            products = scores_of(q_sm, kv.wait("k", work.begin), launch.keys)
-            coming = kv.pages(kv.next_in_stage(work.begin))
-            _release(cta, "k", work.begin, coming)
-            carry = acc, row_max, row_sum, products, *coming
-            acc, row_max, row_sum = work.walk(functools.partial(_step_ahead, cta), carry)[:3]
-        else:
-            acc, row_max, row_sum = work.walk(functools.partial(_step, cta), (acc, row_max, row_sum))
+        acc, row_max, row_sum = (_flow if launch.flows else _go)(cta, (acc, row_max, row_sum))
         _write(cta, half, *softmax.finalize(acc, row_max, row_sum, work.live(row_sum, ROW)))
 
     @pl.when(work.begin >= work.end)
@@ -130,76 +127,144 @@ def _attend(cta: Cta, half: Any) -> None:
         combine.await_cluster()
 
 
-# Mainloop
+# Mainloop, one product at a time
+
+
+def _go(cta: Cta, carry: Any) -> Any:
+    """All tiles of keys, where waiting for memory is what takes time."""
+    return cta.work.walk(functools.partial(_step, cta), carry)
 
 
 def _step(cta: Cta, tile: Any, carry: Any, *, masked: bool) -> tuple[Any, Any, Any]:
     """One tile of keys: this half's products, the scores, online softmax, this half's values."""
-    launch, kv, buffers, (acc, row_max, row_sum) = cta.launch, cta.kv, cta.buffers, carry
-    mine, coming = cta.work.warpgroup, kv.pages(kv.next_in_stage(tile))
-    products = scores_of(buffers["q_sm"].at[mine], kv.wait("k", tile), launch.keys)
+    kv, (acc, row_max, row_sum) = cta.kv, carry
+    coming = kv.pages(kv.next_in_stage(tile))
+    products = scores_of(_queries(cta), kv.wait("k", tile), cta.launch.keys)
     _release(cta, "k", tile, coming)
-    weights, alpha, row_max, row_sum = weigh(cta, tile, _scores(cta, products), row_max, row_sum, masked=masked)
-    acc = _add_values(cta, tile, acc, alpha, weights, masked)
+    _give(cta, products)
+    weights, alpha, row_max, row_sum = weigh(cta, tile, _take(cta, products), row_max, row_sum, masked=masked)
+    values = kv.wait("v", tile)
+    acc = softmax.rescaled(acc, alpha)
+    if masked:
+        _clear_unused(cta, values, tile)
+    acc = add_values(acc, weights.astype(values.dtype), values, _staged(cta))
     _release(cta, "v", tile, coming)
     # Of this tile the other one has long had the products; the next one's may take their place.
-    plgpu.barrier_wait(buffers["taken_in"].at[mine])
+    plgpu.barrier_wait(cta.buffers["taken_in"].at[cta.work.warpgroup])
     return acc, row_max, row_sum
 
 
-def _step_ahead(cta: Cta, tile: Any, carry: Any, *, masked: bool) -> tuple[Any, ...]:
-    """One tile of keys, whose products are there: the scores and the softmax under the next tile's products, then the values."""
-    launch, kv, buffers, (acc, row_max, row_sum, products, *pages) = cta.launch, cta.kv, cta.buffers, carry
-    mine, following = cta.work.warpgroup, tile + cta.work.stride
-    coming = kv.pages(kv.next_in_stage(following))
+# Mainloop, products of two tiles under the softmax of the one between them
 
-    @pl.when(following < cta.work.end)
+
+def _flow(cta: Cta, carry: Any) -> Any:
+    """All tiles of keys, where products are what takes time.
+
+    While a tile has its softmax, the tile before is multiplied with its values and the tile after with the queries, and what the
+    other half has of its scores was on its way since the softmax before.
+    """
+    kv, work, (acc, *statistics) = cta.kv, cta.work, carry
+    pages = kv.pages(kv.next_in_stage(work.begin))
+    products = scores_of(_queries(cta), kv.wait("k", work.begin), cta.launch.keys)
+    _release(cta, "k", work.begin, pages)
+    _give(cta, products)
+    carry = _overlapped(cta, work.begin, (acc, None, *statistics, products, pages, pages), masked=True)
+    acc, weights, *statistics = work.walk(functools.partial(_overlapped, cta), carry, skip=1)
+    values = kv.wait("v", work.last)
+    _clear_unused(cta, values, work.last)
+    acc = add_values(acc, weights, values, _staged(cta))
+    plgpu.barrier_wait(cta.buffers["taken_in"].at[work.warpgroup])
+    return acc, *statistics[:2]
+
+
+def _overlapped(cta: Cta, tile: Any, carry: Any, *, masked: bool) -> tuple[Any, ...]:
+    """The softmax of a tile, under products of its neighbors.
+
+    The carry: sums; weights of the tile before, None where there is none; maximum and sum of each row; this half's products of the
+    tile, which the other one has been given; pages of the tiles that come in the place of the one before, and in its own.
+    """
+    launch, kv, (acc, before, row_max, row_sum, products, earlier, pages) = cta.launch, cta.kv, carry
+    preceding, following = tile - cta.work.stride, tile + cta.work.stride
+    coming, there = kv.pages(kv.next_in_stage(following)), following < cta.work.end
+
+    @pl.when(there)
     def _():
         kv.wait("k", following)
 
-    def under_products(total):
+    if before is not None:
+        values = kv.wait("v", preceding)
+
+    def multiply(total, sums):
+        sums[...] = acc
         # Past the last tile they are of whatever lies there, and nobody uses them.
-        plgpu.wgmma(total, buffers["q_sm"].at[mine], kv.held("k", following).transpose((1, 0)))
-        found = weigh(cta, tile, _scores(cta, products), row_max, row_sum, masked=masked)
-        return total[...], *found
+        plgpu.wgmma(total, _queries(cta), kv.held("k", following).transpose((1, 0)))
+        if before is not None:
+            plgpu.wgmma(sums, before, values)
+        found = weigh(cta, tile, _take(cta, products), row_max, row_sum, masked=masked)
+        return sums[...], total[...], *found
 
-    products, weights, alpha, row_max, row_sum = pl.run_scoped(
-        under_products, plgpu.ACC((ROWS, launch.keys), jnp.float32)
-    )
+    if not interpreting():
+        shapes = acc.shape, (ROWS, launch.keys)
+        found = pl.run_scoped(multiply, *(plgpu.ACC(shape, jnp.float32) for shape in reversed(shapes)))
+    else:
+        if before is not None:
+            acc = add_values(acc, before, values, _staged(cta))
+        total = scores_of(_queries(cta), kv.held("k", following), launch.keys)
+        found = acc, total, *weigh(cta, tile, _take(cta, products), row_max, row_sum, masked=masked)
+    # Registers that a product reads must not be written while one is on its way: the assembler would then let none be.
+    acc, products, weights, alpha, row_max, row_sum = lax.optimization_barrier(found)
     _release(cta, "k", following, coming)
-    acc = _add_values(cta, tile, acc, alpha, weights, masked)
-    _release(cta, "v", tile, pages)
-    # Of this tile the other one has long had the products; the next one's may take their place.
-    plgpu.barrier_wait(buffers["taken_in"].at[mine])
-    return acc, row_max, row_sum, products, *coming
+    if before is not None:
+        _release(cta, "v", preceding, earlier)
+
+    @pl.when(there)
+    def _():
+        plgpu.barrier_wait(cta.buffers["taken_in"].at[cta.work.warpgroup])
+        _give(cta, products)
+
+    weights = weights.astype(cta.buffers["v_sm"].dtype)
+    return softmax.rescaled(acc, alpha), weights, row_max, row_sum, products, pages, coming
 
 
-def _scores(cta: Cta, products: Any) -> Any:
-    """Products over all columns, from those over each half: the same bits in both."""
+# Parts of both
+
+
+def _queries(cta: Cta) -> Any:
+    return cta.buffers["q_sm"].at[cta.work.warpgroup]
+
+
+def _staged(cta: Cta) -> Any:
+    """Shared memory for weights, in the interpreter."""
+    return cta.buffers["p_sm"].at[cta.work.warpgroup] if "p_sm" in cta.buffers else None
+
+
+def _give(cta: Cta, products: Any) -> None:
+    """Gives the other half products over this one's columns."""
+    mine, given, memory = cta.work.warpgroup, cta.buffers["given_in"], cta.buffers["products"]
+    if cta.launch.paired:
+        combine.give_peer(products, memory.at[mine], tma.arrival(tma.address_of(given), mine))
+    else:
+        memory.at[mine][...] = products
+        plgpu.barrier_arrive(given.at[mine])
+
+
+def _take(cta: Cta, products: Any) -> Any:
+    """Products over all columns, from those over this half's and what the other one has given: the same bits in both."""
     memory, given, taken = (cta.buffers[name] for name in ("products", "given_in", "taken_in"))
     mine, other = cta.work.warpgroup, 1 - cta.work.warpgroup
     if cta.launch.paired:
-        combine.give_peer(products, memory.at[mine], tma.arrival(tma.address_of(given), mine))
         plgpu.barrier_wait(given.at[mine])
         return combine.add_given(products, memory.at[mine], tma.arrival(tma.address_of(taken), mine))
-    memory.at[mine][...] = products
-    plgpu.barrier_arrive(given.at[mine])
     plgpu.barrier_wait(given.at[other])
     scores = products + plgpu.load(memory.at[other], layout=MATRIX)
     plgpu.barrier_arrive(taken.at[other])
     return scores
 
 
-def _add_values(cta: Cta, tile: Any, acc: Any, alpha: Any, weights: Any, masked: bool) -> Any:
-    """The sums with a tile's values, this half of the columns."""
-    values = cta.kv.wait("v", tile)
-    acc = softmax.rescaled(acc, alpha)
-    if masked:
-        # Rows past the sequence: their weight is 0, and 0 * NaN is NaN. Two warpgroups that share a tile write the same bits.
-        live, swizzle = cta.work.kv_len - tile * cta.launch.keys, paged_kv.most_swizzled("v", cta.launch.keys)
-        pl.when(live < cta.launch.keys)(lambda: paged_kv.clear_rows(values, live, swizzle=swizzle))
-    staged = cta.buffers["p_sm"].at[cta.work.warpgroup] if "p_sm" in cta.buffers else None
-    return add_values(acc, weights.astype(values.dtype), values, staged)
+def _clear_unused(cta: Cta, values: Any, tile: Any) -> None:
+    """Zeroes the value rows past the sequence: their weight is 0, and 0 * NaN is NaN. Two that share a tile write the same bits."""
+    live, swizzle = cta.work.kv_len - tile * cta.launch.keys, paged_kv.most_swizzled("v", cta.launch.keys)
+    pl.when(live < cta.launch.keys)(lambda: paged_kv.clear_rows(values, live, swizzle=swizzle))
 
 
 def _release(cta: Cta, stream: str, tile: Any, pages: list[Any]) -> None:
