@@ -331,19 +331,19 @@ def _epilogue_of_nothing(cta: Cta) -> None:
 
 
 def _write(cta: Cta, out: Any, lse: Any) -> None:
-    launch, work, o_sm = cta.launch, cta.work, cta.buffers.get("o_sm")
+    launch, work = cta.launch, cta.work
     cta.lse_row.at[pl.ds(work.first_row, ROWS)][...] = lse
     if launch.combines:
         if launch.together:
             cta.buffers["lse_sm"][...] = lse
         if out is not None:
-            o_sm.at[work.warpgroup][...] = out
+            cta.buffers["o_sm"].at[work.warpgroup][...] = out
     elif out is None:
         return
-    elif launch.direct and o_sm is None:
+    elif launch.direct and "o_sm" not in cta.buffers:
         rows = launch.tokens * launch.group
         epilogue.store_columns(cta.out, out.astype(cta.refs["o"].dtype), jnp.int32(0), work.first_row, rows=rows)
     elif launch.direct or interpreting():
-        epilogue.write_through(launch, cta.refs, work, o_sm, out)
+        epilogue.write_through(launch, cta.refs, work, cta.buffers["o_sm"], out)
     else:
         epilogue.write_split(launch, cta.refs, work, out)

@@ -191,8 +191,7 @@ def _overlapped(cta: Cta, tile: Any, carry: Any, *, masked: bool) -> tuple[Any, 
     def _():
         kv.wait("k", following)
 
-    if before is not None:
-        values = kv.wait("v", preceding)
+    values = None if before is None else kv.wait("v", preceding)
 
     def multiply(total, sums):
         sums[...] = acc
