@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import Any, no_type_check
 
 import jax
-import jax.numpy as jnp
 from dflash_kernels import index_encode, index_scores, index_select, latent_write, mla_selected_attention
 from jaxtyping import Array, Int
 
 from dflash_jax.attention.paged import PagedAttend
-from dflash_jax.cache.pages import Pages, slots_of
+from dflash_jax.cache.pages import Pages
+from dflash_jax.execution import switches
 from dflash_jax.models.layers import IndexRows, Rotary
 
 
@@ -75,18 +75,22 @@ class IndexedPages:
 
     def _chosen(self, index: IndexRows, place: int, pages: Pages, count: int) -> Int[Array, "B T K"]:
         """Slots of the best rows of each query, in ascending order of their positions."""
-        paged, (b, t) = self.paged, index.q.shape[:2]
+        table, options = self.paged.page_table, {"implementation": _implementation()}
         scores = index_scores(
-            index.q, index.weights, pages.index[place], paged.page_table, paged.seq_lens, q_lens=paged.q_lens,
-            index_scale=pages.index_scale[place] if pages.index_scale else None,
+            index.q, index.weights, pages.index[place], table, self.paged.seq_lens, q_lens=self.paged.q_lens,
+            index_scale=pages.index_scale[place] if pages.index_scale else None, **options,
         )  # fmt: skip
-        places = index_select(scores, count=count).reshape(b, t * count)
-        slots = slots_of(paged.page_table, jnp.maximum(places, 0), places >= 0, pages.page_size)
-        return slots.reshape(b, t, count)
+        return index_select(scores, count=count, page_table=table, page_size=pages.page_size, **options)
 
     def _over_chosen(self, layer: Any, q_nope: Array, q_pe: Array, pages: Pages, slots: Int[Array, "B T K"]) -> Array:
         o_latent = mla_selected_attention(
             layer.absorb(q_nope, q_pe), pages.k[layer.index], slots, kv_lora_rank=layer.config.kv_lora_rank,
             scale=layer.scale, latent_scale=pages.k_scale[layer.index] if pages.k_scale else None,
+            implementation=_implementation(),
         )  # fmt: skip
         return layer.up(o_latent)
+
+
+def _implementation() -> tuple[str, ...]:
+    """What takes the steps of sparse attention, in the order to try."""
+    return ("mosaic_gpu", "xla") if switches.SPARSE else ("xla",)

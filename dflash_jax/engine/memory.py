@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from dflash_kernels.attention.index.xla import WORKSPACE as SCORES_WORKSPACE
-from dflash_kernels.attention.mla_selected.xla import WORKSPACE as SELECTED_WORKSPACE
+from dflash_kernels.attention.mla.selected_reference import WORKSPACE as SELECTED_WORKSPACE
 from jax.experimental import multihost_utils
 
 from dflash_jax.attention.mla import LatentForm

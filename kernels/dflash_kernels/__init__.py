@@ -7,7 +7,7 @@ R latent width, r rotated key part, C = R + r; of an indexer I heads of E number
 from dflash_kernels.attention.index.api import index_scores, index_select
 from dflash_kernels.attention.merge_states.api import merge_states
 from dflash_kernels.attention.mla.api import mla_attention
-from dflash_kernels.attention.mla_selected.api import mla_selected_attention
+from dflash_kernels.attention.mla.selected import mla_selected_attention
 from dflash_kernels.attention.paged.api import paged_attention
 from dflash_kernels.attention.paged.schedule import PagedSchedule, paged_schedule, schedule_helps
 from dflash_kernels.attention.ragged.api import ragged_attention, ragged_paged_attention

@@ -28,6 +28,7 @@ def workload(model) -> Workload:
     return synthetic(model.target.vocab_size - 2, 12, 5, 10)
 
 
+@pytest.mark.few
 def test_figures_of_a_closed_loop(model, workload) -> None:
     figures = measure(model, workload, concurrency=2, requests=5, draft=True)
     compiled = model.engine.programs.shapes()
@@ -48,6 +49,7 @@ def test_figures_of_a_closed_loop(model, workload) -> None:
     assert figures.imposed_acceptance is None
 
 
+@pytest.mark.few
 def test_everything_is_compiled_before_the_first_request(model, workload) -> None:
     for job in programs(model, workload, concurrency=2, draft=True, imposed_acceptance=2.0):
         job()
@@ -58,6 +60,7 @@ def test_everything_is_compiled_before_the_first_request(model, workload) -> Non
     assert model.engine.imposed_acceptance is None
 
 
+@pytest.mark.few("lengths1")
 @pytest.mark.parametrize("lengths", [(600,), (300, 540)])
 def test_the_ends_of_long_prompts_are_compiled_too(target, tmp_path, lengths) -> None:
     for part in ("", "draft"):

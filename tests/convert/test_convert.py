@@ -85,6 +85,7 @@ def test_dtype(hf, bits, dtype):
     assert {str(array.dtype) for array in open_converted(output).load("float32").values()} == {"float32"}
 
 
+@pytest.mark.few
 def test_drafter_with_everything_of_its_own(hf, bits):
     """Prefixed names, own embedding and head, a reduced vocabulary whose ids are 64-bit, a mask embedding."""
     config = hf.dflash_config | {"draft_vocab_size": 40}

@@ -220,6 +220,7 @@ def emitted_texts(
     return jnp.where(ended, 5, carry[2]), accepted[0]
 
 
+@pytest.mark.few
 def test_sampled_blocks_have_the_masked_law() -> None:
     """With filters, which see the tokens that are left, and penalties."""
     request, vocab = asked(0, (2,), **PENALTIES, **FILTERS), len(TARGET)

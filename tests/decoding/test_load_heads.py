@@ -129,6 +129,7 @@ def test_it_drafts_what_the_target_says(tmp_path: Path, target: Path, plain: lis
     assert [one.token_ids for one in found] == plain
 
 
+@pytest.mark.few("gated dspark")
 @pytest.mark.parametrize("kind", ["dflash2 of speculators", "gated dspark", "lilicorr"])
 def test_it_is_converted_there_and_back(tmp_path: Path, kind: str) -> None:
     """Every tensor comes back under its name with its bits, and our own form of the configuration is the same."""

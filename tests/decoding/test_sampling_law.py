@@ -184,7 +184,7 @@ def judge(acceptor: Acceptor, proposals: str, parameters: dict[str, Any]) -> tup
     return p_value(count(text, VOCAB), joint_law(parameters)), float(accepted.mean())
 
 
-@pytest.mark.few("shared_noise-temperature", "argmax-filters", "rejection-filters", "independent-matching-temperature")
+@pytest.mark.few("rejection-filters", "shared_noise-temperature", "independent-matching-temperature")
 @pytest.mark.parametrize("parameters", [PLAIN, FULL], ids=["temperature", "filters"])
 @pytest.mark.parametrize(
     ("proposals", "acceptor"),
@@ -266,6 +266,7 @@ def cut_by_the_drawn_token(proposals, chosen, drafted, logits, positions, reques
     return accept_rejection(proposals, Law(drafted), logits, positions, request, lengths)
 
 
+@pytest.mark.few("no_residual", "argmax_by_ratio", "row_late", "top_two")
 @pytest.mark.parametrize(
     ("proposals", "acceptor"),
     [

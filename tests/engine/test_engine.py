@@ -234,6 +234,7 @@ def test_seed_repeats_and_none_does_not(pair, make_prompts):
     assert pair.run(prompts, free)[0] != pair.run(prompts, free)[0]
 
 
+@pytest.mark.few
 def test_no_compilation_after_warmup(make_pair, make_prompts):
     """Some 50 random prompt lengths, in batches, greedy with drafting and sampled without: nothing is compiled."""
     pair = make_pair(max_batch=2, max_model_len=160, max_chunk=64)

@@ -137,6 +137,7 @@ def test_left_inside_a_prompt(eager, make_prompts):
     assert len(inside) > 3, f"closed inside a prompt only at {inside}"
 
 
+@pytest.mark.few
 def test_a_full_pool_behind_a_call(eager, make_prompts):
     """Calls ahead get no page that somebody needs: where there are too few, results are looked at first, and one request waits."""
     prompts, params = make_prompts((20, 17, 12, 9)), SamplingParams(max_tokens=100)

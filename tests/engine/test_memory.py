@@ -309,6 +309,7 @@ def test_sizes_for_people(nbytes, text):
     assert size(nbytes) == text
 
 
+@pytest.mark.few
 def test_what_the_worst_case_takes(capsys) -> None:
     """As planned to the byte for weights and pages; what programs hold besides is within the estimate."""
     assert (

@@ -215,6 +215,7 @@ def test_a_prompt_that_is_cancelled_on_its_way_leaves_what_it_has_come_to(pair: 
     assert_alike(found, expected)
 
 
+@pytest.mark.few
 def test_more_slots_while_prompts_go_on_from_snapshots(pair: Pair) -> None:
     """Slots are added and taken while one is at its prompt: states move with their sequences."""
     engine, prompts = pair.engine, families(50, (10, 11, 12), seed=11)

@@ -93,7 +93,7 @@ def test_each_as_it_asks_for(pair, make_prompts, calls):
     pair.assert_free()
 
 
-@pytest.mark.few("pages-True", "int8 pages-False")
+@pytest.mark.few("int8 pages-False")
 @pytest.mark.parametrize("draft", [True, False])
 @pytest.mark.parametrize("options", [{}, {"cache_dtype": "int8"}], ids=["pages", "int8 pages"])
 def test_the_same_text_and_acceptance_as_alone(make_pair, make_prompts, monkeypatch, draft, options):
@@ -187,6 +187,7 @@ def test_what_lost_its_slot_is_prefilled_with_others(make_pair, make_prompts, mo
     pair.assert_free()
 
 
+@pytest.mark.few
 def test_pieces_are_what_a_chunk_is(pair, make_prompts):
     """Logits and pages of a prompt in rows among those of another one: as in one row. Rows without tokens change nothing."""
     engine = pair.engine

@@ -108,6 +108,7 @@ def test_wrong_calls() -> None:
         jax.eval_shape(launch, *shapes.values())
 
 
+@pytest.mark.few
 def test_lowers_for_a_hopper_gpu() -> None:
     shapes = jax.eval_shape(lambda: call(128, 151_936))
     with h200():

@@ -19,7 +19,7 @@ from dflash_kernels import (
     mla_selected_attention,
 )
 from dflash_kernels.attention.index.xla import index_scores_xla
-from dflash_kernels.attention.mla_selected.xla import mla_selected_xla
+from dflash_kernels.attention.mla.selected_xla import mla_selected_xla
 
 from .attention_oracle import make_case
 
@@ -105,8 +105,13 @@ def test_ties_go_to_the_first_places(implementation: str) -> None:
         row[: len(best)] = sorted(best)
     np.testing.assert_array_equal(choose(jnp.asarray(scores)), expected)
     np.testing.assert_array_equal(choose(jnp.asarray(scores[:, :5]))[:, 5:], -1)
+    table = rng.permutation(10).astype(np.int32)[None]
+    choose = jax.jit(partial(index_select, count=12, page_size=4, implementation=implementation))
+    slots = choose(jnp.asarray(scores[None]), page_table=jnp.asarray(table))[0]
+    np.testing.assert_array_equal(slots, np.where(expected < 0, -1, table[0, expected // 4] * 4 + expected % 4))
 
 
+@pytest.mark.few("*packed", "*float8")
 @pytest.mark.parametrize("kind", [np.float32, jnp.float8_e4m3fn, np.uint8], ids=["float32", "float8", "packed"])
 def test_attention_to_all_rows_is_that_over_pages(kind: Any) -> None:
     """Rows are named in any order, those of no page by -1; whatever the work is cut into."""
@@ -144,8 +149,13 @@ def test_what_is_refused() -> None:
         scores(q, q[:, :, :4, 0], pages, table, lens)
     with pytest.raises(ValueError, match="each row of float8_e4m3fn pages; these are float32"):
         scores(q, q[..., 0], pages, table, lens, index_scale=pages[..., 0])
+    choose = inspect.unwrap(index_select)
     with pytest.raises(ValueError, match="count must be 1 or more, not 0"):
-        inspect.unwrap(index_select)(q, count=0)
+        choose(q, count=0)
+    with pytest.raises(ValueError, match="give both or neither"):
+        choose(q[..., 0], count=1, page_table=table)
+    with pytest.raises(ValueError, match=r"must have room for places of scores \(2, 3, 5\)"):
+        choose(q[..., 0], count=1, page_table=table, page_size=2)
     with pytest.raises(ValueError, match=r"slots \(2, 2, 4\) must start with \(2, 3\)"):
         attend(q, pages, jnp.zeros((2, 2, 4), jnp.int32), kv_lora_rank=8, scale=1.0)
     with pytest.raises(ValueError, match=r"are not \[P, 1, p, 152\]"):

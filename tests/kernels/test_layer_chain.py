@@ -123,7 +123,7 @@ def test_the_definition(dtype: Any, zero_centered: bool) -> None:
     check(call, layer_chain(**call, exchange=None, **options), zero_centered)
 
 
-@pytest.mark.few("1-sizes0*", "64-sizes1*")
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("rows", "sizes", "count"),
     [(1, QWEN3_4B, 2), (64, QWEN3_4B, 1), (16, QWEN3_8B, 1), (16, QWEN35_4B, 1), (1, QWEN35_27B, 1)],

@@ -134,6 +134,7 @@ def test_no_fused_runner_takes_its_layers() -> None:
     assert "normed before it is added" in (plan.refused("fused_dense") or "")
 
 
+@pytest.mark.few
 def test_greedy_text_with_a_drafter_is_that_without() -> None:
     """Prompts of several lengths in pages and across windows, with both soft caps: every token is the float64 model's choice."""
     file = random_file(

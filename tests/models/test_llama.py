@@ -193,7 +193,7 @@ def tensors_of(file: dict[str, Any], seed: int) -> dict[str, np.ndarray]:
     return tensors | {"lm_head.weight": head}
 
 
-@pytest.mark.few("0")
+@pytest.mark.few
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_greedy_text_with_a_drafter_is_that_without(seed: int) -> None:
     """Prompts of several lengths, together and alone, in pages: every token is the float64 model's choice."""

@@ -44,7 +44,7 @@ def same(ours: Any, theirs: Any) -> None:
             np.testing.assert_allclose(one, other, rtol=1e-6)
 
 
-@pytest.mark.few("int8-2")
+@pytest.mark.few
 @pytest.mark.parametrize("ranks", [2, 8])
 @pytest.mark.parametrize("kind", FORMATS)
 def test_texts(folder, kind, ranks):

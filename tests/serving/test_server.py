@@ -106,6 +106,7 @@ def test_completions_are_those_of_generate(client, told):
     assert len({chunk.id for chunk in chunks}) == 1
 
 
+@pytest.mark.few
 def test_sixteen_at_once(port, told):
     async def all_at_once():
         async with openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="x") as client:

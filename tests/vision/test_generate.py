@@ -172,7 +172,7 @@ def test_a_model_without_its_tower(model: dj.Model) -> None:
     assert dj.plan(picture_folder(), vision=False)["vision"] is None
 
 
-@pytest.mark.few("*-plain")
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("params", "options", "draft"),
     [

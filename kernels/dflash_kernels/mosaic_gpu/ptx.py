@@ -122,6 +122,14 @@ def thread():
     return rem(utils.thread_idx(), WARPGROUP)
 
 
+def thread_of_cta():
+    return utils.thread_idx()
+
+
+def cta_of_cluster():
+    return utils.inline_ptx("mov.u32 $0, %cluster_ctarank;", result_types=i32())
+
+
 def number(value: int):
     return utils.c(value, i32())
 
@@ -139,6 +147,16 @@ def word_address(area, word):
 def shared_word(base, word):
     """Word number `word` from an address in shared memory on."""
     return load(add(base, mul(word, 4)), op="ld.shared")[0]
+
+
+def shared_quad(base, word) -> list:
+    """Four words from number `word` on, a multiple of four."""
+    return load(add(base, mul(word, 4)), 4, op="ld.shared")
+
+
+def store_shared_quad(base, word, values) -> None:
+    """Writes four words from number `word` on, a multiple of four."""
+    inline("st.shared.v4.b32 [$0], {$1, $2, $3, $4};", add(base, mul(word, 4)), *values)
 
 
 def store_shared(base, word, value) -> None:
@@ -166,6 +184,10 @@ def compare(a, relation: str, b):
 
 def every(*conditions):
     return functools.reduce(arith.andi, conditions)
+
+
+def either(a, b):
+    return arith.ori(a, b)
 
 
 def select(condition, a, b):
@@ -263,6 +285,18 @@ def index_word(index):
     return arith.index_cast(i32(), index)
 
 
+def from_lane_before(value, distance: int):
+    """What the lane so many before this one has of `value`, 0 where there is none."""
+    ptx = f"{{ .reg .pred there; shfl.sync.up.b32 $0|there, $1, {distance}, 0, 0xffffffff; @!there mov.b32 $0, 0; }}"
+    return inline(ptx, value, returns=i32(), convergent=True)
+
+
+def from_lane(value, lane):
+    """What a lane of the warp has of `value`."""
+    ptx = "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;"
+    return inline(ptx, value, constant(lane, value), returns=i32(), convergent=True)
+
+
 def shuffle_xor(value, distance: int):
     """The value of the thread whose lane differs from the own one by `distance`, exclusively ored."""
     return utils.shfl_bfly(value, distance)
@@ -276,6 +310,23 @@ def inline(ptx: str, *operands, returns=None, **options) -> Any:
 def commit_shared() -> None:
     """Matrix instructions and TMA that begin afterwards find what the warpgroup's threads have stored in shared memory before."""
     mgpu.commit_shared()
+
+
+def cta_barrier() -> None:
+    """All threads of the CTA wait for each other."""
+    inline("barrier.sync 0;", convergent=True)
+
+
+def cluster_barrier() -> None:
+    """All threads of the cluster wait for each other, and see what the others have stored."""
+    for ptx in ("barrier.cluster.arrive.release.aligned;", "barrier.cluster.wait.acquire.aligned;"):
+        inline(ptx, convergent=True)
+
+
+def load_peer(address, cta: int):
+    """A word of another CTA's shared memory, at an address of the own."""
+    ptx = f"{{ .reg .b32 there; mapa.shared::cluster.u32 there, $1, {cta}; ld.shared::cluster.b32 $0, [there]; }}"
+    return inline(ptx, address, returns=i32())
 
 
 def warpgroup_barrier() -> None:

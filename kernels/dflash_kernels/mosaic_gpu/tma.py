@@ -13,6 +13,7 @@ import math
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 from jax._src.pallas.mosaic_gpu import lowering
 from jax.core import ShapedArray
 from jax.experimental import pallas as pl
@@ -102,8 +103,11 @@ def _copy_tile(
     )  # fmt: skip
 
 
-def copy_page_once(source: Any, page: Any, head: Any, rows: Any, target: Any, barrier: Any, *, one_warp: bool) -> None:
-    """Starts an evict-first TMA copy of some rows of a page.
+def copy_page_once(
+    source: Any, page: Any, head: Any, rows: Any, target: Any, barrier: Any, *, one_warp: bool, first_column: Any = None,
+    swizzle: int = 128,
+) -> None:  # fmt: skip
+    """Starts an evict-first TMA copy of some rows of a page, or of as many columns of them as the target has.
 
     Args:
       source: `[P, K, p, H]`, or `[P, K, p]` of float32, in global memory: an argument of the kernel.
@@ -111,20 +115,28 @@ def copy_page_once(source: Any, page: Any, head: Any, rows: Any, target: Any, ba
       target: `[rows, H]`, in swizzled tiles where H is a multiple of 16, or `[rows]`, in shared memory.
       barrier: `arrival` of the one that completes.
       one_warp: runs this, not all of a warpgroup.
+      first_column: int32 scalar; None for all columns.
+      swizzle: the most bytes that the target is swizzled over.
     """
-    swizzles = len(source.shape) == 4 and source.shape[3] % 16 == 0
-    transforms = swizzled(source.dtype, source.shape[3]) if swizzles else ()
-    size = rows.size * math.prod(source.shape[3:]) * jnp.dtype(source.dtype).itemsize
+    columns = source.shape[3:] if first_column is None else target.shape[1:]
+    swizzles = len(source.shape) == 4 and columns[0] % 16 == 0
+    transforms = swizzled(source.dtype, columns[0], swizzle) if swizzles else ()
+    size = rows.size * math.prod(columns) * jnp.dtype(source.dtype).itemsize
+    places = [page, head, rows.start] + ([] if first_column is None else [first_column])
     _copy_page(
-        source, page, head, rows.start, target, barrier, transforms=transforms, rows=rows.size, size=size, one_warp=one_warp
+        source, target, barrier, *places, transforms=transforms, box=(rows.size, *columns)[: len(places) - 2], size=size,
+        one_warp=one_warp,
     )  # fmt: skip
 
 
-@thread_op(args=lambda *_, transforms, **__: (GLOBAL, *[SCALAR] * 3, plgpu.RefType(transforms), SCALAR), context=True)
-def _copy_page(
-    ctx, source, page, head, first, target, barrier, *, transforms: Any, rows: int, size: int, one_warp: bool
-):
-    page, head, first = (arith.index_cast(ir.IndexType.get(), value) for value in (page, head, first))
+@thread_op(
+    args=lambda source, target, barrier, *places, transforms, **_: (
+        GLOBAL, plgpu.RefType(transforms), SCALAR, *[SCALAR] * len(places)
+    ),
+    context=True,
+)  # fmt: skip
+def _copy_page(ctx, source, target, barrier, *places, transforms: Any, box: tuple[int, ...], size: int, one_warp: bool):
+    page, head, *starts = (arith.index_cast(ir.IndexType.get(), value) for value in places)
     threads = WARP if one_warp else WARPGROUP
     scope = utils.ThreadSubset.WARP if one_warp else utils.ThreadSubset.WARPGROUP
     # Pallas's barriers count arrivals of all threads of a warpgroup: each expects its share of the bytes.
@@ -137,8 +149,9 @@ def _copy_page(
     tiles: dict[str, Any] = {}
     if transforms:
         tiles = {"gmem_transform": mgpu.TileTransform(transforms[0].tiling), "swizzle": transforms[1].swizzle}
+    parts = [utils.ds(*part) for part in zip(starts, box, strict=True)]
     ctx.async_copy(
-        src_ref=source, dst_ref=target, gmem_slice=(page, head, utils.ds(first, rows)), arrive=False,
+        src_ref=source, dst_ref=target, gmem_slice=(page, head, *parts), arrive=False,
         barrier=_Barrier(barrier), predicate=utils.single_thread_predicate(scope), **tiles,
     )  # fmt: skip
     _add_hint()
@@ -232,6 +245,59 @@ def copied(later: int) -> None:
 def _wait_for_rows(*, later: int) -> None:
     utils.inline_ptx(f"cp.async.wait_group {later};", has_side_effects=True)
     utils.inline_ptx("fence.proxy.async.shared::cta;", has_side_effects=True)
+
+
+def gather_rows(pool: Any, slots: Any, first: Any, column: Any, target: Any, barriers: Any, slot: Any) -> None:
+    """Starts `cp.async` copies of rows that are named one by one, some columns of them.
+
+    Args:
+      pool: `[P, 1, p, C]` in global memory, two bytes an element.
+      slots: `[K]` int32 in global memory, `page * p + row`; zeros come for a negative one, or one past the pool.
+      first: number of the first slot, int32 scalar; column: first column.
+      target: `[rows, columns]` in shared memory, in swizzled tiles of 8 rows of 128 bytes.
+      barriers: `address_of` some; slot: which of them completes, as by one copy, when all has come. Whoever has waited for it calls
+        `gathered` before matrix instructions read.
+    """
+    if interpreting():
+        pages, _, page_size, _ = pool.shape
+        rows = slots[pl.ds(first, target.shape[0])]
+        there = (rows >= 0) & (rows < pages * page_size)
+        held = pool[...].reshape(pages * page_size, -1)[jnp.where(there, rows, 0)]
+        held = lax.dynamic_slice_in_dim(held, column, target.shape[1], axis=1)
+        target[...] = jnp.where(there[:, None], held, jnp.zeros((), held.dtype))
+        plgpu.barrier_arrive(barriers.at[slot])
+        return
+    _gather_rows(pool, slots, first, column, target, arrival(barriers, slot))
+
+
+@thread_op(args=lambda pool, slots, first, column, target, barrier: (
+    GLOBAL, GLOBAL, SCALAR, SCALAR, plgpu.RefType(TILED), SCALAR
+))  # fmt: skip
+def _gather_rows(pool, slots, first, column, target, barrier) -> None:
+    (pages, _, page_size, width), _ = th.shape_and_strides(pool)
+    rows, columns = th.rows_and_columns(target)
+    across = columns * 2 // th.CHUNK
+    base = th.add(th.address(pool), th.widen_index(th.mul(column, 2)))
+    shared, thread, copies = th.address(target, space=3), th.thread(), []
+    for start in range(0, rows * across, WARPGROUP):
+        chunk = th.add(thread, start)
+        row, place = th.div(chunk, across), th.mul(th.rem(chunk, across), th.CHUNK)
+        named = th.load(th.word_address(slots, th.add(first, row)), op="ld.global.nc", ordered=False)[0]
+        copies.append((row, place, named))
+    for row, place, named in copies:
+        there = th.under(named, pages * page_size)
+        source = th.mul(th.widen_index(th.select(there, named, th.number(0))), width * 2)
+        source = th.add(th.add(base, source), th.widen_index(place))
+        size = th.select(there, th.number(th.CHUNK), th.number(0))
+        to = th.add(shared, th.within(row, place, columns, 128))
+        th.inline(f"cp.async.cg.shared.global [$0], [$1], {th.CHUNK}, $2;", to, source, size)
+    th.inline("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];", barrier)
+
+
+@thread_op(interpret=lambda: None)
+def gathered() -> None:
+    """Matrix instructions find what `gather_rows` has brought and this thread has waited for."""
+    th.inline("fence.proxy.async.shared::cta;")
 
 
 @thread_op(interpret=lambda: None)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from dflash_kernels.attention.index.mosaic_gpu import index_scores_mosaic_gpu, index_select_mosaic_gpu
 from dflash_kernels.attention.index.reference import index_select_reference
 from dflash_kernels.attention.index.xla import index_scores_xla, index_select_xla
 from dflash_kernels.core.dispatch import first_fitting
@@ -14,6 +15,7 @@ from dflash_kernels.core.validation import (
     check_count,
     check_filled,
     check_floats,
+    check_integers,
     check_latent_pages,
     check_rows,
     check_sequences,
@@ -21,8 +23,12 @@ from dflash_kernels.core.validation import (
     is_wide,
 )
 
-IMPLEMENTATIONS = {"xla": index_scores_xla}
-SELECT_IMPLEMENTATIONS = {"xla": index_select_xla, "sort": index_select_reference}
+IMPLEMENTATIONS = {"xla": index_scores_xla, "mosaic_gpu": index_scores_mosaic_gpu}
+SELECT_IMPLEMENTATIONS = {
+    "xla": index_select_xla,
+    "mosaic_gpu": index_select_mosaic_gpu,
+    "sort": index_select_reference,
+}
 
 
 def index_scores(
@@ -88,14 +94,22 @@ def index_scores(
 
 
 def index_select(
-    scores: Float[Array, "*rows S"], *, count: int, implementation: str | Sequence[str] | None = None
+    scores: Float[Array, "*rows S"],
+    *,
+    count: int,
+    page_table: Int[Array, "B W"] | None = None,
+    page_size: int | None = None,
+    implementation: str | Sequence[str] | None = None,
 ) -> Int[Array, "*rows count"]:
     """Chooses the places of the `count` largest scores of each row, in ascending order: of equal scores the first ones.
 
     Exactly so many, but for what scores -inf: that is never chosen, and -1 stands behind the last place. -0 equals 0.
 
     Args:
-      scores: without NaN.
+      scores: without NaN; `[B, T, S]` where there is a table.
+      page_table: int32 page indices. Where given, slots come out in place of places: `page * page_size + row`, of which S must not
+        have more than the table.
+      page_size: tokens of a page.
       implementation: a name, names to try in order, or None for the best that takes the call.
 
     Raises:
@@ -108,5 +122,17 @@ def index_select(
     check_filled(scores=scores)
     if count < 1:
         raise ValueError(f"count must be 1 or more, not {count}")
+    if (page_table is None) != (page_size is None):
+        raise ValueError("page_table and page_size make slots together: give both or neither")
+    if page_table is not None and page_size is not None:
+        check_axes(scores=(scores, "B T S"), page_table=(page_table, "B W"))
+        check_integers(page_table=page_table)
+        if page_size < 1 or scores.shape[-1] > page_table.shape[1] * page_size:
+            raise ValueError(
+                f"page_table {page_table.shape} of pages of {page_size} tokens must have room for places of scores {scores.shape}"
+            )
     with jax.named_scope("index_select"):
-        return first_fitting("index_select", SELECT_IMPLEMENTATIONS, implementation, scores, count=count)
+        return first_fitting(
+            "index_select", SELECT_IMPLEMENTATIONS, implementation, scores, count=count, page_table=page_table,
+            page_size=page_size,
+        )  # fmt: skip

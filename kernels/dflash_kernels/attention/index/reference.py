@@ -47,7 +47,25 @@ def index_scores_reference(
     return jnp.where(visible, scores, -jnp.inf)
 
 
-def index_select_reference(scores: Float[Array, "*rows S"], *, count: int) -> Int[Array, "*rows count"]:
+def slots_of(
+    places: Int[Array, "*rows count"], page_table: Int[Array, "B W"] | None, page_size: int | None
+) -> Int[Array, "*rows count"]:
+    """Slots of places in the pages of a table, if there is one; -1 stays."""
+    if page_table is None or page_size is None:
+        return places
+    b, t, count = places.shape
+    at = jnp.maximum(places, 0).reshape(b, -1)
+    pages = jnp.take_along_axis(page_table, at // page_size, axis=1)
+    return jnp.where(places < 0, -1, (pages * page_size + at % page_size).reshape(b, t, count))
+
+
+def index_select_reference(
+    scores: Float[Array, "*rows S"],
+    *,
+    count: int,
+    page_table: Int[Array, "B W"] | None = None,
+    page_size: int | None = None,
+) -> Int[Array, "*rows count"]:
     """See `index_select`."""
     keys = scores.shape[-1]
     taken = min(count, keys)
@@ -55,4 +73,5 @@ def index_select_reference(scores: Float[Array, "*rows S"], *, count: int) -> In
     values, found = jax.lax.top_k(jnp.where(scores == 0, jnp.zeros((), scores.dtype), scores), taken)
     found = jnp.sort(jnp.where(values > -jnp.inf, found.astype(jnp.int32), keys), axis=-1)
     found = jnp.where(found < keys, found, -1)
-    return jnp.pad(found, ((0, 0),) * (found.ndim - 1) + ((0, count - taken),), constant_values=-1)
+    found = jnp.pad(found, ((0, 0),) * (found.ndim - 1) + ((0, count - taken),), constant_values=-1)
+    return slots_of(found, page_table, page_size)

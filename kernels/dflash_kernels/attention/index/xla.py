@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
-from dflash_kernels.attention.index.reference import index_scores_reference
+from dflash_kernels.attention.index.reference import index_scores_reference, slots_of
 
 WORKSPACE = 128 * 2**20  # bytes of products that are alive at a time
 _DIGIT = (
@@ -48,7 +48,13 @@ def index_scores_xla(
     return jax.lax.fori_loop(0, jnp.minimum(used, parts), add, scores)[..., : width * p]
 
 
-def index_select_xla(scores: Float[Array, "*rows S"], *, count: int) -> Int[Array, "*rows count"]:
+def index_select_xla(
+    scores: Float[Array, "*rows S"],
+    *,
+    count: int,
+    page_table: Int[Array, "B W"] | None = None,
+    page_size: int | None = None,
+) -> Int[Array, "*rows count"]:
     """See `index_select`; float32 scores."""
     if scores.dtype != jnp.float32:
         raise NotImplementedError(f"takes float32 scores, not {scores.dtype}")
@@ -68,10 +74,12 @@ def index_select_xla(scores: Float[Array, "*rows S"], *, count: int) -> Int[Arra
     found = jnp.full((place.shape[0], count), -1, jnp.int32)
     position = jnp.broadcast_to(jnp.arange(keys, dtype=jnp.int32), place.shape)
     found = found.at[jnp.arange(place.shape[0])[:, None], place].set(position, mode="drop")
-    return found.reshape(*scores.shape[:-1], count)
+    return slots_of(found.reshape(*scores.shape[:-1], count), page_table, page_size)
 
 
 def _as_integers(scores: Float[Array, "*s"]) -> UInt32[Array, "*s"]:
     """Integers in the order of the scores, which are no NaN; -0 is 0."""
-    bits = jax.lax.bitcast_convert_type(jnp.where(scores == 0, jnp.zeros((), scores.dtype), scores), jnp.uint32)
+    bits = jax.lax.bitcast_convert_type(scores, jnp.uint32)
+    # Of bits, as some devices take the smallest numbers for zeros when they compare.
+    bits = jnp.where(bits == jnp.uint32(1 << 31), jnp.uint32(0), bits)
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))

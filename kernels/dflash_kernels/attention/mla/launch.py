@@ -48,6 +48,7 @@ class Launch:
       quantised: rows are e4m3 numbers.
       ordered: sequences begin from the longest to the shortest, where not all CTAs run at once.
       limited: sequences have a fewest and a most of rows that their queries see.
+      selected: each sequence is one query token, and its table names rows of the pool, one by one.
     """
 
     tokens: int
@@ -63,6 +64,7 @@ class Launch:
     causal: bool
     scale: float
     limited: bool = False
+    selected: bool = False
 
     @property
     def copies(self) -> int:
@@ -87,7 +89,7 @@ class Launch:
 
 def plan(
     tuning: Tuning, *, b: int, tokens: int, heads: int, page_size: int, table_width: int, quantised: bool, causal: bool,
-    scale: float, limited: bool = False,
+    scale: float, limited: bool = False, selected: bool = False,
 ) -> Launch:  # fmt: skip
     """Cuts a call into CTAs."""
     rows = -(-tokens * heads // 8) * 8
@@ -98,8 +100,8 @@ def plan(
     return Launch(
         tokens=tokens, heads=heads, page_size=page_size, table_width=table_width, rows=rows, row_tiles=row_tiles,
         splits=splits, min_tiles=tuning.min_tiles, quantised=quantised,
-        ordered=b > 1 and b * splits * row_tiles > MULTIPROCESSORS, causal=causal, scale=scale,
-        limited=limited,
+        ordered=b > 1 and b * splits * row_tiles > MULTIPROCESSORS and not selected, causal=causal, scale=scale,
+        limited=limited, selected=selected,
     )  # fmt: skip
 
 

@@ -5,9 +5,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from dflash_kernels.attention.mla.launch import (
+    KEYS,
     NARROW_ROWS,
     RANK,
     ROTATED,
@@ -17,6 +18,7 @@ from dflash_kernels.attention.mla.launch import (
     longest_first,
     plan,
 )
+from dflash_kernels.attention.mla.selected_reference import WORKSPACE, named_rows
 from dflash_kernels.core.device import require_hopper, require_page_size
 from dflash_kernels.core.tuning import choose
 
@@ -65,6 +67,64 @@ def tuning_key(q: Array, latent_pages: Array, page_table: Array, causal: bool) -
     exact = {"dtype": str(q.dtype), "stored": str(latent_pages.dtype), "causal": causal}
     page_size, table_width = latent_pages.shape[2], page_table.shape[1]
     return exact, {"b": b, "rows": tokens * heads, "page_size": page_size, "table_width": table_width}
+
+
+def mla_selected_mosaic_gpu(*args: Any, **options: Any) -> tuple[Array, Array]:
+    """See `mla_selected_attention`. Raises NotImplementedError for what it does not take."""
+    require_hopper()
+    return selected(*args, **options)
+
+
+def selected(
+    q: Float[Array, "B T N C"],
+    latent_pages: Shaped[Array, "P 1 p stored"],
+    slots: Int[Array, "B T K"],
+    *,
+    kv_lora_rank: int,
+    scale: float,
+    latent_scale: Float[Array, ""],
+    tuning: Tuning | None = None,
+    interpret: Any = None,
+) -> tuple[Float[Array, "B T N R"], Float[Array, "B T N"]]:
+    """The implementation without the device check. Each query token is a sequence of its own, of as many rows as it names."""
+    b, t, count = slots.shape
+    if latent_pages.dtype != q.dtype:
+        most = WORKSPACE // (count * q.shape[3] * q.dtype.itemsize)
+        if b * t > most:
+            raise NotImplementedError(f"takes {most} query tokens that name {count} rows in eight bits, not {b * t}")
+        # Rows in sixteen bits, of each query token those that it names, in their order.
+        rows, held = named_rows(latent_pages, slots, q.dtype, kv_lora_rank=kv_lora_rank, scale=latent_scale)
+        latent_pages = rows.reshape(b * t, 1, count, -1)
+        slots = jnp.where(held, jnp.arange(b * t * count, dtype=jnp.int32).reshape(slots.shape), -1)
+    _refuse_call(q, latent_pages, kv_lora_rank, scale, paged=False)
+    return _attend_selected(q, latent_pages, slots, scale=scale, tuning=tuning or Tuning(), interpret=interpret)
+
+
+@functools.partial(jax.jit, static_argnames=("scale", "tuning", "interpret"))
+def _attend_selected(
+    q: Array, latent_pages: Array, slots: Array, *, scale: float, tuning: Tuning, interpret: Any
+) -> tuple[Array, Array]:
+    from dflash_kernels.attention.mla import mosaic_gpu_sm90 as kernel
+    from dflash_kernels.mosaic_gpu import combine as merging
+
+    b, t, heads, width = q.shape
+    tiles = -(-slots.shape[2] // KEYS)
+    launch = plan(
+        tuning, b=b * t, tokens=1, heads=heads, page_size=KEYS, table_width=tiles, quantised=False, causal=False,
+        scale=scale, selected=True,
+    )  # fmt: skip
+    folded, table = q.reshape(b * t, heads, width), slots.reshape(b * t, -1).astype(jnp.int32)
+    if table.shape[1] % KEYS:
+        table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % KEYS)), constant_values=-1)
+    if launch.rows > heads:
+        folded = jnp.pad(folded, ((0, 0), (0, launch.rows - heads), (0, 0)))
+    lens, live = (jnp.full((b * t,), count, jnp.int32) for count in (tiles * KEYS, 1))
+    out, lse = kernel.attention(launch, folded, latent_pages, table, lens, live, lens, interpret=interpret)
+    if launch.direct:
+        out, lse = out[:, :heads], lse[:, 0, 0, :heads]
+    else:
+        out, lse = merging.combine_latent(out, lse, heads, q.dtype, interpret)
+    return out.reshape(b, t, heads, RANK), lse.reshape(b, t, heads)
 
 
 # Compiled as a function of its own, so that the layers of a model share one trace and one lowering of the kernels.
@@ -127,7 +187,7 @@ def _few_rows(
     return merging.combine_latent(out, lse, rows, dtype, interpret)
 
 
-def _refuse_call(q: Array, latent_pages: Array, kv_lora_rank: int, scale: float) -> None:
+def _refuse_call(q: Array, latent_pages: Array, kv_lora_rank: int, scale: float, *, paged: bool = True) -> None:
     """Raises NotImplementedError with the reason for a call the kernel cannot serve."""
     if q.dtype not in (jnp.bfloat16, jnp.float16) or latent_pages.dtype not in (q.dtype, STORED):
         given = f"q {q.dtype} with pages {latent_pages.dtype}"
@@ -135,6 +195,7 @@ def _refuse_call(q: Array, latent_pages: Array, kv_lora_rank: int, scale: float)
     if (kv_lora_rank, q.shape[-1]) != (RANK, RANK + ROTATED):
         given = f"{kv_lora_rank} + {q.shape[-1] - kv_lora_rank}"
         raise NotImplementedError(f"takes rows of {RANK} + {ROTATED} entries, not {given}")
-    require_page_size(latent_pages.shape[2])
+    if paged:
+        require_page_size(latent_pages.shape[2])
     if scale <= 0:
         raise NotImplementedError(f"takes a positive scale, not {scale}")

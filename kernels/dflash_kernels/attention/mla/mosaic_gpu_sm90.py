@@ -11,6 +11,9 @@ Values are the first 512 columns of the keys, in the same shared memory. A tile 
 and the 64 rotated ones, with a barrier each: a half is refilled by the one warpgroup that reads it last, without waiting for the
 other, and the first product starts when the first part has come.
 
+Rows that are named one by one (`launch.selected`) come by `cp.async`, sixteen bytes of each thread at a time, into the same tiles;
+they complete the barriers that TMA completes. Rows that nobody names are zeros there, and masked.
+
 8-bit rows arrive in the first half of the memory that they are widened into: those of a pair's second tile widen under the scores
 of its first, those of the next pair's first under the last product of this one. (Clusters of two CTAs that copy tiles for both,
 and parts of 128 or 64 columns with barriers of their own, are slower: tiles are there when they are needed, and more and smaller
@@ -32,11 +35,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from dflash_kernels.attention.mla.launch import HALF, KEYS, PARTS, RANK, ROTATED, ROWS, STORED, Launch
 from dflash_kernels.mosaic_gpu import softmax
 from dflash_kernels.mosaic_gpu.convert import widen_rows
-from dflash_kernels.mosaic_gpu.layouts import swizzled
+from dflash_kernels.mosaic_gpu.layouts import rows_of, swizzled
 from dflash_kernels.mosaic_gpu.mask import places, row_tokens, spread
 from dflash_kernels.mosaic_gpu.softmax import LOG2E, finite
-from dflash_kernels.mosaic_gpu.thread_op import MATRIX, ROW, kernel
-from dflash_kernels.mosaic_gpu.tma import prefetch_rows, touch_row
+from dflash_kernels.mosaic_gpu.thread_op import COLUMN, MATRIX, ROW, kernel
+from dflash_kernels.mosaic_gpu.tma import address_of, gather_rows, gathered, prefetch_rows, touch_row
 from dflash_kernels.mosaic_gpu.wgmma import add_products, left_factor
 
 _SLACK = 8.0  # powers of two that scores may exceed the offset of their weights by
@@ -54,7 +57,8 @@ def attention(
       launch: shapes and tiling.
       q: `[B, rows, R + r]`.
       latent_pages: `[P, 1, p, R + r]`. Rows at or past `seq_lens` may hold anything.
-      table: `[B, W]` int32. Entries past a sequence's last page are never read.
+      table: `[B, W]` int32. Entries past a sequence's last page are never read. Where `launch.selected`, `[B, keys]`, rows of the
+        pool; a negative one, or one past the pool, names none.
       seq_lens, q_lens: `[B]` int32; where `launch.limited`, behind the lengths come the fewest and the most rows seen.
       order: `[B]` int32, the sequences in the order in which they begin, read where `launch.ordered`.
 
@@ -145,8 +149,10 @@ class Tiles:
         b, self.split, self.wg = (lax.axis_index(name) for name in ("b", "split", "wg"))
         self.b = order_ref[b] if launch.ordered else b
         self.first_row = jnp.minimum(lax.axis_index("rows") * ROWS, max(launch.rows - ROWS, 0))
-        if not launch.direct:
+        if launch.selected or not launch.direct:
             touch_row(table_ref.at[self.b])
+        if launch.selected:
+            self.arrivals = {name: address_of(buffers[name]) for name in ("halves_in", "rotated_in")}
         self.seq_len, self.q_len = seq_ref[self.b], live_ref[self.b]
         self.fewest, rows = None, self.seq_len
         if launch.limited:
@@ -180,6 +186,8 @@ class Tiles:
         self.end = jnp.maximum(tiles, self.begin)
         self.pairs = own(lax.div(tiles, jnp.int32(2)))
         self.whole_pairs = jnp.minimum(own(lax.div(whole, jnp.int32(2 * KEYS))), self.pairs)
+        if launch.selected:
+            self.whole_pairs = jnp.int32(0)
         self.odd = own(lax.div(tiles + 1, jnp.int32(2))) - self.pairs
 
     def start(self, wg):
@@ -202,6 +210,8 @@ class Tiles:
     def pages(self, tile):
         """Ids of the pages that hold a tile. Entries past the sequence's last page are replaced by it, not read."""
         launch = self.launch
+        if launch.selected:
+            return []
         last = lax.div(self.kv_len - 1, jnp.int32(launch.page_size))
         if launch.page_size >= KEYS:
             entries = [lax.div(tile, jnp.int32(launch.page_size // KEYS))]
@@ -222,11 +232,17 @@ class Tiles:
         return [self.pages_ref.at[page, 0, :, columns] for page in pages]
 
     def fill_half(self, half, stage, tile, pages):
+        if self.launch.selected:
+            self._gather(half * HALF, self.memory["latents"].at[half, stage], "halves_in", 2 * stage + half, tile)
+            return
         columns, raw = pl.ds(half * HALF, HALF), self.launch.quantised
         target = self.memory["raw"].at[half, stage, 0] if raw else self.memory["latents"].at[half, stage]
         self._fill(columns, target, self.memory["halves_in"].at[2 * stage + half], tile, pages)
 
     def fill_rotated(self, stage, tile, pages):
+        if self.launch.selected:
+            self._gather(RANK, self.memory["rotated"].at[stage], "rotated_in", stage, tile)
+            return
         columns, raw = pl.ds(RANK, ROTATED), self.launch.quantised
         target = self.memory["raw_rotated"].at[stage, 0] if raw else self.memory["rotated"].at[stage]
         self._fill(columns, target, self.memory["rotated_in"].at[stage], tile, pages)
@@ -243,12 +259,39 @@ class Tiles:
                 part = target if len(sources) == 1 else target.at[pl.ds(piece * height, height)]
                 plgpu.copy_gmem_to_smem(source, part, barrier)
 
+    def _gather(self, column, target, barrier, slot, tile):
+        """`_fill` of rows that the table names."""
+
+        @pl.when(tile < self.end)
+        def _():
+            self.together()
+            gather_rows(
+                self.pages_ref, self.table_ref.at[self.b], tile * KEYS, column, target, self.arrivals[barrier], slot
+            )
+
+    def await_part(self, barrier, slot):
+        """Waits for a part of a tile, which matrix instructions may then read."""
+        plgpu.barrier_wait(self.memory[barrier].at[slot])
+        self.see_gathered()
+
+    def see_gathered(self):
+        """What this warpgroup knows to have come, matrix instructions find, too."""
+        if self.launch.selected:
+            gathered()
+
+    def named(self, tile):
+        """Which keys of a tile are rows of the pool."""
+        pages, _, page_size, _ = self.pages_ref.shape
+        rows = rows_of(self.table_ref.at[self.b, pl.ds(tile * KEYS, KEYS)], COLUMN)
+        rows = lax.broadcast_in_dim(rows, (ROWS, KEYS), [1])
+        return (rows >= 0) & (rows < pages * page_size)
+
     def ask(self, tile, pages):
         """Starts a tile's way from memory to the L2, where the copies of all CTAs of the sequence find it a pair later.
 
         Gains where short splits wait for memory; costs where the GPU is at its power limit all along.
         """
-        if self.launch.direct:
+        if self.launch.direct or self.launch.selected:
             return
 
         @pl.when((tile < self.end) & (lax.axis_index("rows") == 0))
@@ -280,6 +323,8 @@ class Tiles:
 
     def clear_unused_values(self, half, stage, tile):
         """Zeroes a half's rows past the sequence: their weight is 0, and 0 * NaN is NaN."""
+        if self.launch.selected:
+            return
         live = self.kv_len - tile * KEYS
 
         @pl.when(live < KEYS)
@@ -314,7 +359,8 @@ class Consumer:
                 coming = self._coming(0)
                 self.tiles.ask(self.tiles.first(1) + wg, coming[wg])
                 carry = (acc, row_max, total, *coming)
-                carry = lax.fori_loop(0, self.tiles.whole_pairs, pair, carry)
+                if not self.tiles.launch.selected:
+                    carry = lax.fori_loop(0, self.tiles.whole_pairs, pair, carry)
                 carry = lax.fori_loop(self.tiles.whole_pairs, self.tiles.pairs, masked, carry)
                 acc, row_max, total = lax.fori_loop(
                     self.tiles.pairs, self.tiles.pairs + self.tiles.odd, single, carry[:3]
@@ -338,6 +384,7 @@ class Consumer:
         self.tiles.fill_half(0, 0, following, coming[0])
         self.tiles.ask(following + self.tiles.turn, later[0])
         plgpu.barrier_wait(memory["weights_in"].at[1])
+        self.tiles.see_gathered()
         new_max = self._stat(_MAX + 1)
         alpha = jnp.exp2(row_max - finite(new_max))
         if masked:
@@ -416,6 +463,7 @@ class Consumer:
     def _right_values(self, acc, row_max, total):
         """The right warpgroup's sums under the maximum of the left one's tile, whose weights are there on return."""
         plgpu.barrier_wait(self.tiles.memory["weights_in"].at[0])
+        self.tiles.see_gathered()
         new_max = self._stat(_MAX)
         alpha = jnp.exp2(row_max - finite(new_max))
         return softmax.rescaled_where_moved(acc, alpha), new_max, total * alpha
@@ -427,11 +475,11 @@ class Consumer:
             plgpu.barrier_wait(memory["widened"].at[stage])
         for half in range(2):
             if not quantised:
-                plgpu.barrier_wait(memory["halves_in"].at[2 * stage + half])
+                self.tiles.await_part("halves_in", 2 * stage + half)
             keys = memory["latents"].at[half, self.zero + stage].transpose((1, 0))
             plgpu.wgmma(scores, memory["q_sm"].at[self.zero + half], keys)
         if not quantised:
-            plgpu.barrier_wait(memory["rotated_in"].at[stage])
+            self.tiles.await_part("rotated_in", stage)
         keys = memory["rotated"].at[self.zero + stage].transpose((1, 0))
         plgpu.wgmma(scores, memory["q_rotated"].at[self.zero], keys)
 
@@ -475,6 +523,8 @@ class Consumer:
         return self.tiles.memory["weights"]
 
     def _mask(self, tile):
+        if self.tiles.launch.selected:
+            return self.tiles.named(tile)
         keys, shape = places(KEYS, ROWS)
         if not self.tiles.launch.causal:
             return keys < self.tiles.kv_len - tile * KEYS

@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
-from dflash_kernels.attention.mla_selected.xla import mla_selected_xla
+from dflash_kernels.attention.mla.mosaic_gpu import mla_selected_mosaic_gpu
+from dflash_kernels.attention.mla.selected_xla import mla_selected_xla
 from dflash_kernels.core.dispatch import first_fitting
 from dflash_kernels.core.validation import (
     check_axes,
@@ -19,7 +20,7 @@ from dflash_kernels.core.validation import (
 )
 from dflash_kernels.kv_cache.latent.reference import packed_latent_width
 
-IMPLEMENTATIONS = {"xla": mla_selected_xla}
+IMPLEMENTATIONS = {"xla": mla_selected_xla, "mosaic_gpu": mla_selected_mosaic_gpu}
 
 
 def mla_selected_attention(

@@ -4,9 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
-from dflash_kernels.attention.mla_selected.reference import mla_selected_reference
-
-WORKSPACE = 256 * 2**20  # bytes of gathered rows and scores that are alive at a time
+from dflash_kernels.attention.mla.selected_reference import WORKSPACE, mla_selected_reference
 
 
 def mla_selected_xla(

@@ -1,1 +1,0 @@
-"""Absorbed latent attention of each query token to rows of its own, which are named one by one."""
