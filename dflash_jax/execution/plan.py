@@ -405,7 +405,7 @@ def _fused_float8_refusal(traits: LayerTraits, call: CallShape, weights: WeightF
 def _eight_bits_refusal(traits: LayerTraits) -> str | None:
     """Why kernels that multiply weights in eight bits do not take these layers, though those of sixteen do."""
     if (traits.delta is not None or traits.zero_centered) and not switches.HYBRID_EIGHT_BITS:
-        return "switched off for zero-centered norms and gated delta nets, with whose weights in eight bits no GPU has run it"
+        return "switched off for weights in eight bits of layers with zero-centered norms and gated delta nets"
     return None
 
 

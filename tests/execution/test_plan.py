@@ -59,7 +59,7 @@ CYCLE = CallShape(1, 16, BFLOAT16, PAGES)
         ("Qwen3-4B", 1, "int8", "persistent", "in_layer"), ("Qwen3-4B", 8, "int8", "plain", "apart"),
         ("Qwen3-4B", 8, "fp8_dynamic", "fused_float8", "apart"), ("Qwen3-30B-A3B", 1, None, "fused_moe", "apart"),
         ("Llama-3.1-8B", 1, None, "persistent", "in_layer"), ("Llama-3.1-8B", 8, "fp8_dynamic", "fused_float8", "apart"),
-        ("Qwen2.5-7B", 1, None, "plain", "apart"), ("Qwen2.5-7B", 8, "fp8_dynamic", "plain", "apart"),
+        ("Qwen2.5-7B", 1, None, "persistent", "apart"), ("Qwen2.5-7B", 8, "fp8_dynamic", "fused_float8", "apart"),
         ("Qwen3.5-4B", 1, None, "persistent", "apart"),
         ("Qwen3.5-4B", 8, None, "fused_dense", "apart"), ("Qwen3.5-27B", 1, None, "persistent", "apart"),
         ("Qwen3.5-35B-A3B", 1, None, "fused_moe", "apart"),
@@ -93,22 +93,20 @@ def test_runner_of_a_published_target(name: str, sequences: int, weights: Any, r
 def test_hybrid_targets_in_eight_bits(
     sequences: int, tokens: int, weights: Any, runner: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As dense targets, where that is switched on."""
-    monkeypatch.setattr(switches, "HYBRID_EIGHT_BITS", False)
+    """As dense targets, unless that is switched off."""
     config, call = HYBRID_TARGETS["Qwen3.5-9B"], CallShape(sequences, tokens, BFLOAT16)
     with h200():
         held = weight_format(weight_shapes([(config, family_for(config))], BFLOAT16, weights)["target"])
-        off = choose(layer_traits(config), call, held)
-        assert off.runner == "plain"
-        assert runner == "plain" or "no GPU has run it" in (off.refused(runner) or "")
-        monkeypatch.setattr(switches, "HYBRID_EIGHT_BITS", True)
         found = choose(layer_traits(config), call, held)
         assert (found.runner, found.attention) == (runner, "apart")
+        monkeypatch.setattr(switches, "HYBRID_EIGHT_BITS", False)
+        off = choose(layer_traits(config), call, held)
+        assert off.runner == "plain"
+        assert runner == "plain" or "switched off for weights in eight bits" in (off.refused(runner) or "")
 
 
-def test_rows_of_gates_count_twice_in_eight_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_gates_count_twice_in_eight_bits() -> None:
     """A kernel takes widths of whole 32: of 24 heads the projection has 16 too many, and none with its gates twice."""
-    monkeypatch.setattr(switches, "HYBRID_EIGHT_BITS", True)
     config = replace(HYBRID_TARGETS["Qwen3.5-9B"], linear_key_heads=8, linear_value_heads=24)
     with h200():
         wide = choose(layer_traits(config), CYCLE, FORMAT)
@@ -166,6 +164,7 @@ def test_several_devices_and_switches_leave_other_runners(monkeypatch: pytest.Mo
             "plain", "switched off", "switched off",
         )  # fmt: skip
         monkeypatch.undo()
+        monkeypatch.setattr(switches, "BIASES", False)
         assert "switched off" in (choose(replace(TRAITS, bias="qkv"), CYCLE, FORMAT).refused("fused_dense") or "")
         monkeypatch.setattr(switches, "HYBRID", False)
         found = choose(layer_traits(HYBRID_TARGETS["Qwen3.5-4B"]), CYCLE, FORMAT)

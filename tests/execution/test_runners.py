@@ -64,7 +64,6 @@ def test_fused_runners_agree_with_layers_called_one_by_one(case: str, monkeypatc
     assert len(theirs) == config.num_layers + 1
     call, weights = CallShape(ids.shape[0], ids.shape[1], x.dtype), weight_format(params)
     assert choose(layer_traits(config), call, weights).runner == "plain"  # on a CPU
-    monkeypatch.setattr(switches, "BIASES", True)
     monkeypatch.setattr(plan, "layer_chain_refusal", lambda *_, **__: None)
     monkeypatch.setattr(plan, "dense_refusal", lambda *_: None)
     for wanted in ("persistent", "fused_dense"):
@@ -188,7 +187,6 @@ def test_attention_in_the_same_kernel(case: str, monkeypatch: pytest.MonkeyPatch
     model: Any = bind(config, params)
     ids = jnp.asarray(inputs["ids"])[:1, :4].repeat(2, axis=0)
     table, pages = jnp.asarray([[2, 0, 5], [1, 4, 3]]), make_pages(config, 6, 4, jnp.dtype(jnp.float32))
-    monkeypatch.setattr(switches, "BIASES", True)
     monkeypatch.setattr(plan, "layer_chain_refusal", lambda *_, **__: None)
     call = CallShape(2, 4, jnp.dtype(jnp.float32), PageShape(4, 3, jnp.dtype(jnp.float32)))
 
@@ -337,7 +335,6 @@ def test_layers_with_biases_of_published_shapes(
     sequences: int, tokens: int, kind: Any, runner: str, attention: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Qwen2.5-7B's, of which a launch gives the product and the next one takes it with the bias."""
-    monkeypatch.setattr(switches, "BIASES", True)
     config, pages = first_layers("Qwen2.5-7B", 2), PageShape(64, 2, jnp.dtype(jnp.bfloat16))
     jitted, params = jax.jit(verified(config, sequences, tokens), static_argnums=1), drawn_params(config)
     held: dict[str, Any] = dict(params) if kind is None else dict(quantise_weights(dict(params), kind))
