@@ -20,6 +20,7 @@ from dflash_jax.decoding.state import Proposals
 from dflash_jax.engine import MAX_CYCLES, STOP_WIDTH, Engine
 from dflash_jax.engine.requests import Request, empty_state, request_rows
 from dflash_jax.engine.warmup import Jobs
+from dflash_jax.execution import switches
 from dflash_jax.models import family_named
 from dflash_jax.models.presets import SPARSE_TARGETS
 from dflash_jax.sampling_params import SamplingParams
@@ -80,8 +81,10 @@ def test_a_loop_with_grammars_as_tables_stays_one_graph(sampling):
         assert "callback" not in text
 
 
-def test_a_sparse_targets_loop_has_no_branch_and_unpacks_no_pages():
+@pytest.mark.parametrize("kernels", [False, True])
+def test_a_sparse_targets_loop_has_no_branch_and_unpacks_no_pages(kernels, monkeypatch):
     """DeepSeek-V3.2's widths, packed pages: no branch and no sort, which a CUDA graph lacks, and only chosen rows are unpacked."""
+    monkeypatch.setattr(switches, "SPARSE", kernels)
     whole = SPARSE_TARGETS["DeepSeek-V3.2"]
     target = replace(
         whole, num_layers=2, windows=(None,) * 2, indexers=(True, False), num_dense_layers=2, vocab_size=512
@@ -97,6 +100,8 @@ def test_a_sparse_targets_loop_has_no_branch_and_unpacks_no_pages():
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert not re.search(r"(stablehlo|chlo|mhlo)\.(case|if|sort|top_?k)", text)
     assert "tensor<2x1x2048x576xbf16>" in text
+    # The write of index keys; scores, the choice, and one function for both layers' attention, with the launch that combines splits.
+    assert text.count("custom_call @mosaic_gpu_v2") == (5 if kernels else 1)
     assert not re.search(r"tensor<(256|128|2x64)x(1x)?64x576x", text)
 
 
