@@ -10,6 +10,7 @@ that it finds them in memory and not in the cache. Floors are the bytes that mus
 """
 
 import functools
+import itertools
 import math
 import statistics
 import sys
@@ -125,19 +126,15 @@ class Layer:
         return mla_attention(q, arrays["latents"], table, arrays["lens"], **self.options)
 
 
-def measured(config: SparseDeepseekConfig, b: int, t: int, s: int, rounds: int) -> dict[str, float]:
+def programs(config: SparseDeepseekConfig, b: int, t: int, s: int, rounds: int) -> dict[str, Callable[[], float]]:
+    """What measures each step."""
     layer = Layer(config, b, t, s)
     cases: dict[str, tuple[Step, jax.Array, Sequence[jax.Array]]] = {
         "scores": (layer.scores, layer.index_q, layer.tables), "choice": (layer.choice, layer.found, layer.tables),
         "attention": (layer.attention, layer.arrays["q"], layer.slots), "sparse": (layer.sparse, layer.index_q, layer.tables),
         "dense": (layer.dense, layer.arrays["q"], layer.tables),
     }  # fmt: skip
-    with ThreadPoolExecutor() as pool:
-        jobs = {
-            name: pool.submit(compiled, step, layer.arrays, first, turns, rounds)
-            for name, (step, first, turns) in cases.items()
-        }
-    return {name: job.result()() for name, job in jobs.items()}
+    return {name: compiled(step, layer.arrays, first, turns, rounds) for name, (step, first, turns) in cases.items()}
 
 
 def floors(config: SparseDeepseekConfig, b: int, t: int, s: int) -> dict[str, float]:
@@ -163,11 +160,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     options = parser.parse_args()
     record = Record("sparse", options)
-    for name in options.models:
-        for b, t, s in ((b, t, s) for b in options.batch for t in options.tokens for s in options.contexts):
-            least = floors(SPARSE_TARGETS[name], b, t, s)
-            for step, taken in measured(SPARSE_TARGETS[name], b, t, s, options.rounds).items():
-                record.add(f"{name} B{b} T{t} S{s} {step}", "time per layer", taken, "us", floor=round(least[step], 2))
+    cases = list(itertools.product(options.models, options.batch, options.tokens, options.contexts))
+    with ThreadPoolExecutor() as pool:
+        jobs = [pool.submit(programs, SPARSE_TARGETS[name], *sizes, options.rounds) for name, *sizes in cases]
+    # From here on nothing else runs on the GPU.
+    for (name, b, t, s), job in zip(cases, jobs, strict=True):
+        least = floors(SPARSE_TARGETS[name], b, t, s)
+        for step, measure in job.result().items():
+            record.add(f"{name} B{b} T{t} S{s} {step}", "time per layer", measure(), "us", floor=round(least[step], 2))
 
 
 if __name__ == "__main__":
