@@ -101,7 +101,7 @@ def test_a_sparse_targets_loop_has_no_branch_and_unpacks_no_pages(kernels, monke
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert not re.search(r"(stablehlo|chlo|mhlo)\.(case|if|sort|top_?k)", text)
     assert "tensor<2x1x2048x576xbf16>" in text
-    # The write of index keys; scores, the choice, and one function for both layers' attention, with the launch that combines splits.
+    # The write of index keys; scores, the choice, and for both layers one function of attention: splits, and what combines them.
     assert text.count("custom_call @mosaic_gpu_v2") == (5 if kernels else 1)
     assert not re.search(r"tensor<(256|128|2x64)x(1x)?64x576x", text)
 
