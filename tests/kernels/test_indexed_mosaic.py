@@ -37,7 +37,7 @@ def interpret(request: pytest.FixtureRequest) -> Any:
 # Query tokens, heads, page size, sequence lengths, query lengths. Idle and short rows, one tile and several, tokens that fill no
 # group, and rows before the sequence.
 CASES = {
-    "q1": (1, 64, 64, [200, 64, 0], None, 64),
+    "q1": (1, 64, 64, [200, 64, 0, 1, 63, 65, 130, 7], None, 64),
     "q5": (5, 8, 64, [130, 3], [5, 2], 16),
     "q4-page128": (4, 16, 128, [260, 1], [4, 3], 64),
 }
