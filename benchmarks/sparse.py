@@ -36,8 +36,8 @@ CACHE = 2**28  # bytes that calls go through before they read the same again: se
 KERNELS = ("mosaic_gpu", "xla")
 
 
-def normal(seed: int, *shape: int) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
+def normal(key: jax.Array, seed: int, *shape: int) -> jax.Array:
+    return jax.random.normal(jax.random.fold_in(key, seed), shape, jnp.bfloat16)
 
 
 type Arrays = dict[str, jax.Array]
@@ -80,19 +80,22 @@ class Layer:
         self.options = {"kv_lora_rank": config.kv_lora_rank, "scale": config.attention_scale}
         copies = min(max(math.ceil(CACHE / (b * s * (config.index_head_dim + 4))), 1), CALLS)
 
-        def made() -> tuple[Arrays, jax.Array, list[jax.Array]]:
-            keys, key_scale = index_encode(normal(1, copies * pages, 1, PAGE, config.index_head_dim))
-            index_q, q_scale = index_encode(normal(2, b, t, config.index_heads, config.index_head_dim))
+        def made(key: jax.Array) -> tuple[Arrays, jax.Array, list[jax.Array]]:
+            keys, key_scale = index_encode(normal(key, 1, copies * pages, 1, PAGE, config.index_head_dim))
+            index_q, q_scale = index_encode(normal(key, 2, b, t, config.index_heads, config.index_head_dim))
             arrays = {
-                "keys": keys, "key_scale": key_scale, "latents": normal(0, copies * pages, 1, PAGE, config.latent_width),
-                "q": normal(3, b, t, config.num_heads, config.latent_width), "lens": jnp.full((b,), s, jnp.int32),
-                "weights": normal(4, b, t, config.index_heads).astype(jnp.float32) * q_scale,
+                "keys": keys, "key_scale": key_scale, "latents": normal(key, 0, copies * pages, 1, PAGE, config.latent_width),
+                "q": normal(key, 3, b, t, config.num_heads, config.latent_width), "lens": jnp.full((b,), s, jnp.int32),
+                "weights": normal(key, 4, b, t, config.index_heads).astype(jnp.float32) * q_scale,
             }  # fmt: skip
             # Pages of a sequence lie anywhere, those of a copy among themselves.
-            orders = [jax.random.permutation(jax.random.key(copy), pages) + copy * pages for copy in range(copies)]
+            orders = [
+                jax.random.permutation(jax.random.fold_in(key, 5 + copy), pages) + copy * pages
+                for copy in range(copies)
+            ]
             return arrays, index_q, [order.reshape(b, -1).astype(jnp.int32) for order in orders]
 
-        self.arrays, self.index_q, self.tables = jax.jit(made)()
+        self.arrays, self.index_q, self.tables = jax.jit(made)(jax.random.key(0))
 
     @functools.cached_property
     def found(self) -> jax.Array:
