@@ -31,7 +31,7 @@ from record import Record, arguments
 from dflash_jax.models import SparseDeepseekConfig
 from dflash_jax.models.presets import SPARSE_TARGETS
 
-PAGE, CALLS = 64, 8
+PAGE, CALLS = 64, 4
 CACHE = 2**28  # bytes that calls go through before they read the same again: several times what an L2 holds
 KERNELS = ("mosaic_gpu", "xla")
 
