@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from card import card
 from dflash_kernels import index_encode, index_scores, index_select, mla_attention, mla_selected_attention
 from jax import lax
@@ -80,22 +81,21 @@ class Layer:
         self.options = {"kv_lora_rank": config.kv_lora_rank, "scale": config.attention_scale}
         copies = min(max(math.ceil(CACHE / (b * s * (config.index_head_dim + 4))), 1), CALLS)
 
-        def made(key: jax.Array) -> tuple[Arrays, jax.Array, list[jax.Array]]:
+        # Pages of a sequence lie anywhere, those of a copy among themselves.
+        orders = [np.random.default_rng(copy).permutation(pages) + copy * pages for copy in range(copies)]
+        self.tables = [jnp.asarray(order.reshape(b, -1), jnp.int32) for order in orders]
+
+        @jax.jit
+        def made(key: jax.Array) -> tuple[Arrays, jax.Array]:
             keys, key_scale = index_encode(normal(key, 1, copies * pages, 1, PAGE, config.index_head_dim))
             index_q, q_scale = index_encode(normal(key, 2, b, t, config.index_heads, config.index_head_dim))
-            arrays = {
+            return {
                 "keys": keys, "key_scale": key_scale, "latents": normal(key, 0, copies * pages, 1, PAGE, config.latent_width),
                 "q": normal(key, 3, b, t, config.num_heads, config.latent_width), "lens": jnp.full((b,), s, jnp.int32),
                 "weights": normal(key, 4, b, t, config.index_heads).astype(jnp.float32) * q_scale,
-            }  # fmt: skip
-            # Pages of a sequence lie anywhere, those of a copy among themselves.
-            orders = [
-                jax.random.permutation(jax.random.fold_in(key, 5 + copy), pages) + copy * pages
-                for copy in range(copies)
-            ]
-            return arrays, index_q, [order.reshape(b, -1).astype(jnp.int32) for order in orders]
+            }, index_q  # fmt: skip
 
-        self.arrays, self.index_q, self.tables = jax.jit(made)(jax.random.key(0))
+        self.arrays, self.index_q = made(jax.random.key(0))
 
     @functools.cached_property
     def found(self) -> jax.Array:
