@@ -77,6 +77,7 @@ def by_turns(text: list[int]) -> set[int]:
     return set(range(32, 64)) if len(text) % 2 else {*range(32), END}
 
 
+@pytest.mark.few
 def test_texts_are_masked_step_by_step_and_drafting_changes_none(make_pair: Any, monkeypatch: Any) -> None:
     pair = make_pair(max_batch=2, num_pages=5, max_model_len=64)
     forever, ten = (grammar_of(f"([!-@][A-`]){times}", VOCAB, END) for times in ("*", "{5}"))

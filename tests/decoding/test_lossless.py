@@ -99,7 +99,7 @@ def test_other_proposals(make_pair, make_prompts, proposals):
     assert all(drafted[i] == plain[i] for i in kept)
 
 
-@pytest.mark.few("windows")
+@pytest.mark.few
 @pytest.mark.parametrize(
     "changes",
     [

@@ -12,6 +12,7 @@ from dflash_jax.engine.slots import Job, Slots
 from dflash_jax.sampling_params import SamplingParams
 
 
+@pytest.mark.few
 def test_more_prompts_than_slots_and_pages(make_pair, make_prompts):
     """Requests wait for slots and pages, are served in order, and give the same text as alone."""
     pair = make_pair(max_batch=2, num_pages=9)

@@ -118,6 +118,7 @@ def test_a_device_that_failed_leaves_nothing_behind(eager, make_prompts, monkeyp
     assert continued(eager, prompts) == expected
 
 
+@pytest.mark.few
 def test_left_inside_a_prompt(eager, make_prompts):
     """Closed between two chunks of one request's prompt while another decodes, and again one chunk later."""
     long = make_prompts((100, 100), seed=4)

@@ -67,7 +67,7 @@ def test_agrees_with_the_definition(causal: bool, splits: int) -> None:
     check(call, found, causal)
 
 
-@pytest.mark.few("3")
+@pytest.mark.few
 @pytest.mark.parametrize("splits", [1, 3])
 def test_agrees_where_heads_are_not_normed(splits: int) -> None:
     call = make([5, 69, 250], [5, 5, 4], tokens=5, kv_heads=1, group=4, width=4) | {"q_norm": None, "k_norm": None}
@@ -137,7 +137,7 @@ def test_shapes_that_do_not_fit_are_named() -> None:
             qkv_attention(**call, implementation="mosaic_gpu")
 
 
-@pytest.mark.few("3-3")
+@pytest.mark.few
 @pytest.mark.parametrize(("splits", "parts"), [(1, 1), (2, 1), (3, 3)])
 def test_clusters_of_two_put_parts_together_and_no_others(splits: int, parts: int) -> None:
     """Whatever is asked for: of three CTAs each leaves a part, in token order."""

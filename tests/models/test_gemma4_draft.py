@@ -265,6 +265,7 @@ def test_its_blocks_in_pages_are_those_of_float64() -> None:
         assert {1, 2} <= set(lengths)
 
 
+@pytest.mark.few
 def test_sampled_text_has_the_targets_law() -> None:
     """Two tokens of cycles that judge a drafter's own samples; told apart from the law of another temperature."""
     vocab, samples = 7, 400
