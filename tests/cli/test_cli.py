@@ -34,6 +34,7 @@ def test_generate_prints_the_text_and_nothing_else(target, capsys):
     assert err == ""
 
 
+@pytest.mark.few
 def test_several_prompts_come_in_order(target, capsys):
     prompts = ["first", "second one", "3"]
     assert main(["generate", *prompts, "--model", str(target), "--max-tokens", "24"]) == 0

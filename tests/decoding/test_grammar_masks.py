@@ -145,6 +145,7 @@ def test_texts_are_masked_step_by_step_and_drafting_changes_none(make_pair: Any,
     assert texts_of(pair, [asks[0]], draft=True)[0] == [plain[0]]
 
 
+@pytest.mark.few
 def test_results_are_looked_at_before_the_next_cycles_begin(make_pair: Any, monkeypatch: Any) -> None:
     """Cycles that ask the host return with results: a call behind them would only keep those back."""
     pair = make_pair(max_batch=2, max_model_len=64)

@@ -167,6 +167,7 @@ def test_what_is_no_calibration_says_so(target, texts, said):
         load(target, cache_dtype="fp8", calibration=texts)
 
 
+@pytest.mark.few
 def test_what_a_notebook_shows_is_short(target):
     """A model's fields hold every weight, a completion's every token."""
     model = dj.load(target, max_batch=2)

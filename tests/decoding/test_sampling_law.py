@@ -203,6 +203,7 @@ def test_a_block_of_which_part_is_verified_has_the_targets_law() -> None:
     assert 0.1 < accepted < 0.5  # of eight rows four proposals are verified
 
 
+@pytest.mark.few
 def test_shared_noise_and_rejection_accept_more_than_guessing() -> None:
     kinds = {"shared_noise": matching, "rejection": rejection}
     guessing = judge(matching, "rejection", PLAIN)[1]

@@ -44,6 +44,7 @@ def test_prompts_that_enter_together_leave_each_other_room(make_pair, make_promp
     pair.assert_free()
 
 
+@pytest.mark.few
 def test_pages_grow_with_the_text(make_pair, make_prompts):
     """Long answers are begun side by side in a pool that could not hold two of them whole."""
     pair = make_pair(max_batch=4, num_pages=11)

@@ -216,6 +216,7 @@ def test_pieces_are_what_a_chunk_is(pair, make_prompts):
             assert np.asarray(a[7]).any()
 
 
+@pytest.mark.few
 def test_long_prompts(make_pair, make_prompts, monkeypatch):
     """In pieces or in one row, up to the last token of a page table and past it: programs that warming up names, and logits of the
     target without pages."""
