@@ -30,13 +30,13 @@ CHECKED = ("dflash_jax", "dflash_kernels")
 CHECKED_CALLS = 3
 _checked_in: object = None  # the file or the test of this turn
 _turn = 0
-# Files of few tests that take a minute or more: begun last, they would keep one process busy while the others have nothing left.
+# Files of few tests that take half a minute or more: begun last, they would keep one process busy while the others have nothing
+# left.
 LONG = (
-    "test_schedules.py", "test_shipped_pair.py", "test_notebooks.py", "test_attention_chain.py", "test_shipped_target.py",
-    "test_pipeline.py", "test_kimi_shape.py", "test_memory.py", "test_lossless.py", "test_paged_attention_mosaic.py",
-    "test_scheduler.py", "test_column_blocks.py", "test_together.py", "test_mla_lossless.py", "test_quantised.py",
-    "test_cross_lowering.py", "test_paged_attention_narrow.py", "test_ragged_attention_mosaic.py", "test_routed_experts.py",
-    "test_mla_attention_mosaic.py",
+    "test_notebooks.py", "test_server.py", "test_schedules.py", "test_cross_lowering.py", "test_cli.py", "test_shipped_pair.py",
+    "test_pipeline.py", "test_memory.py", "test_lossless.py", "test_load.py", "test_together.py", "test_readme.py",
+    "test_hybrid_lossless.py", "test_runners.py", "test_engine.py", "test_sampling_law.py", "test_scheduler.py", "test_bench.py",
+    "test_operations.py", "test_structure.py", "test_sparse_lossless.py", "test_attention_chain.py",
 )  # fmt: skip
 # What an op says, whose only candidate was Triton's kernel, or `jax_triton()` itself. Other refusals, and those that came before an
 # op asked for Triton's, are failures.

@@ -310,6 +310,7 @@ def test_interrupt_outside_the_device_calls(target, monkeypatch):
     assert len(dj.generate(model, [5, 6, 7], dj.SamplingParams(max_tokens=3, ignore_eos=True)).token_ids) == 3
 
 
+@pytest.mark.few
 def test_a_script_that_ends_with_a_stream_unfinished_says_nothing(target):
     """Left by `break` under a name of the script's own, it is closed when hardly any module has its names left."""
     code = (

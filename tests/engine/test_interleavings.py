@@ -38,6 +38,7 @@ def continued(pair, prompts: list) -> list[list[int]]:
     return pair.run([*prompts, prompts[0][:20] + prompts[1]])[0]
 
 
+@pytest.mark.few
 def test_interrupts_around_calls_ahead(eager, make_prompts, all_cases):
     prompts = make_prompts((12, 30, 50))
     expected = continued(eager, prompts)

@@ -5,8 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 TESTS = Path(__file__).parents[1]
 CASES = """
 import importlib
@@ -88,7 +86,6 @@ def outcomes(folder: Path, chosen: str) -> dict[str, str]:
     return found | {"told": "yes" if "jax-triton is not installed: pip install" in done.stdout else "no"}
 
 
-@pytest.mark.few
 def test_what_needs_jax_triton_is_not_run_and_the_rest_fails(tmp_path):
     (tmp_path / "test_cases.py").write_text(CASES)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n  gpu: needs a GPU\n")
