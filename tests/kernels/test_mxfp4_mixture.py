@@ -84,8 +84,15 @@ def check(call: dict[str, Any], matrices: dict[str, np.ndarray], taken: int, fou
 @pytest.mark.few("one")
 @pytest.mark.parametrize(
     ("tokens", "taken", "count", "hidden", "inner"),
-    [(2, 2, 3, 192, 384), (1, 1, 2, 64, 64), (5, 2, 4, 128, 64), (17, 1, 2, 64, 128), (2, 2, 3, 128, 128)],
-    ids=["three consumers", "one", "ragged", "chosen before", "two consumers"],
+    [
+        (2, 2, 3, 192, 384),
+        (1, 1, 2, 64, 64),
+        (5, 2, 4, 128, 64),
+        (17, 1, 2, 64, 128),
+        (2, 2, 3, 128, 128),
+        (2, 1, 2, 320, 320),
+    ],
+    ids=["three consumers", "one", "ragged", "chosen before", "two consumers", "five consumers"],
 )
 def test_kernel(tokens: int, taken: int, count: int, hidden: int, inner: int) -> None:
     """More items than CTAs, rings that turn, widths of odd tiles, experts that nobody takes and groups that are not full."""
@@ -165,9 +172,9 @@ def test_the_definition() -> None:
 
 def test_few_tokens_leave_few_multiprocessors_idle() -> None:
     """One token's second product is cut into parts, those of many are not."""
-    parts = {tokens: plan(tokens, 4, 32, 2880, 2880, 132, GATE).parts for tokens in (1, 8, 64)}
-    assert parts == {1: 5, 8: 1, 64: 1}
-    assert all((2880 // 64 // 3) % count == 0 for count in parts.values())
+    plans = {tokens: plan(tokens, 4, 32, 2880, 2880, 132, GATE) for tokens in (1, 8, 64)}
+    assert {tokens: (one.consumers, one.parts) for tokens, one in plans.items()} == {1: (5, 3), 8: (5, 1), 64: (3, 1)}
+    assert all((2880 // 64 // one.consumers) % one.parts == 0 for one in plans.values())
 
 
 @pytest.mark.parametrize(
