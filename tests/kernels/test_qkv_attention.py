@@ -67,7 +67,7 @@ def test_agrees_with_the_definition(causal: bool, splits: int) -> None:
     check(call, found, causal)
 
 
-@pytest.mark.few
+@pytest.mark.few("3")
 @pytest.mark.parametrize("splits", [1, 3])
 def test_agrees_where_heads_are_not_normed(splits: int) -> None:
     call = make([5, 69, 250], [5, 5, 4], tokens=5, kv_heads=1, group=4, width=4) | {"q_norm": None, "k_norm": None}
