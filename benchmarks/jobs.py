@@ -82,11 +82,10 @@ BENCHMARKS = {
     "moe_30b": ("moe.py --shape Qwen3-30B-A3B --without-ragged --tokens 1 8 16 128 512", 120),
     "structured": ("structured.py --shapes qwen3-4b", 200),
     "serving": ("serving.py --shapes qwen3-4b", 130),
-    "serving_late": ("serving.py --shapes qwen3-4b --late-dispatch", 130),
     "moe_lite": ("moe.py --without-ragged --tokens 1 16 128 512 2048", 120),
 }
 # Jobs whose rows nobody has brought home yet; their seconds are guesses.
-WITHOUT_ROWS = ("exact", "exact_default", "serving_late")
+WITHOUT_ROWS = ("exact", "exact_default")
 # Commands of rows that need several GPUs at once, which a job here does not get.
 SEVERAL_GPUS = (
     "several_gpus.py --models qwen3-8b --tp 2 --batch 1 8 --calls 4 --exchange",
