@@ -1,4 +1,5 @@
-"""Paged attention in the shapes of Qwen3-8B (32 query and 8 KV heads of 128), cold L2, against the memory floor.
+"""Paged attention in the shapes of Qwen3-8B (32 query and 8 KV heads of 128) and of models with wider heads, cold L2, against the
+memory floor.
 
     python benchmarks/attention.py --without-xla     # measure and write results/attention.json
 
@@ -35,7 +36,9 @@ from dflash_kernels.attention.paged.reference import paged_attention_reference
 from dflash_kernels.attention.paged.schedule import PagedSchedule, paged_schedule, schedule_helps
 from record import Record, arguments
 
-HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
+HEADS = (32, 8, 128)  # of a query, of keys, and their size
+# Of Gemma 4 31B's layers with and without a window, of its 12B's without one, and of Qwen3.5-9B.
+WIDE_HEADS = ((32, 16, 256), (16, 4, 256), (32, 4, 512), (16, 1, 512))
 COLD = 512 * 2**20
 COMPILED_AT_ONCE = 4
 PEER = "FA3, an earlier run on an H200"
@@ -55,6 +58,19 @@ class Case:
     stored: str = "bf16"
     others: int | None = None  # length of all sequences but the last
     by_items: bool = False  # pages in eight bits by a schedule, as 16-bit ones are where it helps
+    shape: tuple[int, int, int] = HEADS
+
+    @property
+    def heads(self) -> int:
+        return self.shape[0]
+
+    @property
+    def kv_heads(self) -> int:
+        return self.shape[1]
+
+    @property
+    def head_dim(self) -> int:
+        return self.shape[2]
 
     @property
     def lengths(self) -> list[int]:
@@ -65,12 +81,13 @@ class Case:
         lengths = f"L{self.length}" if self.others is None else f"L{self.others}..{self.length}"
         plain = f"paged B{self.b} {lengths} q{self.t} {self.stored}"
         plain += ("" if self.page_size == 64 else f" page{self.page_size}") + ("" if self.causal else " full")
+        plain += "" if self.shape == HEADS else " heads{}/{}x{}".format(*self.shape)
         return plain + (" by items" if self.by_items else "")
 
     @property
     def bytes(self) -> int:
-        of_token = {"bf16": 2 * HEAD_DIM, "fp8": HEAD_DIM, "int8": HEAD_DIM + 2}[self.stored]
-        return 2 * (sum(self.lengths) * KV_HEADS * of_token + 2 * self.b * self.t * HEADS * HEAD_DIM)
+        of_token = {"bf16": 2 * self.head_dim, "fp8": self.head_dim, "int8": self.head_dim + 2}[self.stored]
+        return 2 * (sum(self.lengths) * self.kv_heads * of_token + 2 * self.b * self.t * self.heads * self.head_dim)
 
     @property
     def floor_us(self) -> float:
@@ -78,7 +95,13 @@ class Case:
 
     @property
     def mask(self) -> dict[str, Any]:
-        return {"causal": self.causal, "window": (None, None), "soft_cap": None, "sinks": None, "scale": HEAD_DIM**-0.5}
+        return {
+            "causal": self.causal,
+            "window": (None, None),
+            "soft_cap": None,
+            "sinks": None,
+            "scale": self.head_dim**-0.5,
+        }
 
 
 PEER_CASES = [Case(b, length, t) for (b, length), times in PEER_US.items() for t in times]
@@ -91,6 +114,7 @@ RAGGED_CASES = [Case(b, 32768, t, others=others) for b, others in ((32, 500), (8
     for length, others in ((32768, 512), (8192, None))
     for stored in ("fp8", "int8") for t in (1, 16) for by_items in (False, True)
 ]  # fmt: skip
+WIDE_CASES = [Case(8, 4096, t, shape=shape) for shape in WIDE_HEADS for t in (1, 16)]
 PAGE_CASES = [Case(64, 4096, 16, page_size=16), Case(8, 4096, 1, page_size=16)]
 
 
@@ -119,17 +143,17 @@ def inputs(case: Case, cold: int = COLD) -> Inputs:
     held = -(-np.array(case.lengths) // case.page_size)[:, None] > np.arange(case.length // case.page_size)
     copies = math.ceil(cold / case.bytes)
     keys = jax.random.split(jax.random.key(0), 6)
-    pool = (copies * int(held.sum()), KV_HEADS, case.page_size, HEAD_DIM)
-    q = jax.random.normal(keys[0], (case.b, case.t, HEADS, HEAD_DIM), jnp.bfloat16)
+    pool = (copies * int(held.sum()), case.kv_heads, case.page_size, case.head_dim)
+    q = jax.random.normal(keys[0], (case.b, case.t, case.heads, case.head_dim), jnp.bfloat16)
     k, v = stored_pool(keys[1], pool, case.stored), stored_pool(keys[2], pool, case.stored)
     order = jax.random.permutation(keys[3], pool[0]).astype(jnp.int32).reshape(copies, -1)
     tables = jnp.zeros((copies, *held.shape), jnp.int32).at[:, held].set(order)
     scales = {}
     if case.stored == "fp8":
-        scales = {name: jnp.linspace(0.8, 1.3, KV_HEADS) for name in ("k_scale", "v_scale")}
+        scales = {name: jnp.linspace(0.8, 1.3, case.kv_heads) for name in ("k_scale", "v_scale")}
     if case.stored == "int8":
         uniform = functools.partial(jax.random.uniform, minval=0.01, maxval=0.02)
-        scales = {"k_scale": uniform(keys[4], pool[:3]), "v_scale": uniform(keys[5], (KV_HEADS, HEAD_DIM))}
+        scales = {"k_scale": uniform(keys[4], pool[:3]), "v_scale": uniform(keys[5], (case.kv_heads, case.head_dim))}
     return Inputs(q, k, v, tables, jnp.array(case.lengths, jnp.int32), scales)
 
 
@@ -148,20 +172,20 @@ def ragged(case: Case, given: Inputs) -> tuple[jax.Array, ...]:
 def truth(case: Case, call: tuple[jax.Array, ...], scales: dict[str, jax.Array]) -> np.ndarray:
     """Output of the last sequence's live queries in float64."""
     q, k, v, table, lens, live = (np.asarray(x) if x.ndim < 4 else x for x in call)
-    length, rows, group = lens[-1], live[-1], HEADS // KV_HEADS
+    length, rows, group = lens[-1], live[-1], case.heads // case.kv_heads
     k, v = (np.asarray(pool[table[-1]].astype(jnp.float32), np.float64) for pool in (k, v))
     if case.stored == "fp8":
         k, v = (pool * np.asarray(scale)[:, None, None] for pool, scale in zip((k, v), scales.values(), strict=True))
     if case.stored == "int8":
         k, v = k * np.asarray(scales["k_scale"][table[-1]])[..., None], v * np.asarray(scales["v_scale"])[:, None]
-    k, v = (pool.swapaxes(1, 2).reshape(-1, KV_HEADS, HEAD_DIM) for pool in (k, v))
-    grouped = np.asarray(q[-1], np.float64)[:rows].reshape(rows, KV_HEADS, group, HEAD_DIM)
-    scores = np.einsum("tkgh,skh->kgts", grouped, k[:length], optimize=True) * HEAD_DIM**-0.5
+    k, v = (pool.swapaxes(1, 2).reshape(-1, case.kv_heads, case.head_dim) for pool in (k, v))
+    grouped = np.asarray(q[-1], np.float64)[:rows].reshape(rows, case.kv_heads, group, case.head_dim)
+    scores = np.einsum("tkgh,skh->kgts", grouped, k[:length], optimize=True) * case.mask["scale"]
     if case.causal:
         scores = np.where(np.arange(length) > (length - rows + np.arange(rows))[:, None], -np.inf, scores)
     weights = np.exp(scores - scores.max(-1, keepdims=True))
     weights /= weights.sum(-1, keepdims=True)
-    return np.einsum("kgts,skh->tkgh", weights, v[:length], optimize=True).reshape(rows, HEADS, HEAD_DIM)
+    return np.einsum("kgts,skh->tkgh", weights, v[:length], optimize=True).reshape(rows, case.heads, case.head_dim)
 
 
 def error_of(true: np.ndarray, out: jax.Array) -> float:
@@ -189,13 +213,13 @@ def check(case: Case, given: Inputs) -> float:
 
 def deals(case: Case) -> bool:
     """Whether a model's layers would share a schedule."""
-    shape = {"heads": HEADS, "kv_heads": KV_HEADS, "tokens": case.t, "longest": case.length}
+    shape = {"heads": case.heads, "kv_heads": case.kv_heads, "tokens": case.t, "longest": case.length}
     return (case.stored == "bf16" or case.by_items) and schedule_helps(case.b, **shape)
 
 
 def dealt(case: Case, lens: jax.Array) -> PagedSchedule:
     """The schedule that calls with these lengths share."""
-    return paged_schedule(lens, heads=HEADS, kv_heads=KV_HEADS, tokens=case.t, narrow=case.stored != "bf16")
+    return paged_schedule(lens, heads=case.heads, kv_heads=case.kv_heads, tokens=case.t, narrow=case.stored != "bf16")
 
 
 def looped(
@@ -256,7 +280,7 @@ def main() -> None:
         "--without-xla", action="store_true", help="leave the slow baseline out of those that have a peer"
     )
     options = parser.parse_args()
-    cases = PEER_CASES + STORED_CASES + FULL_CASES + PAGE_CASES + RAGGED_CASES
+    cases = PEER_CASES + STORED_CASES + FULL_CASES + PAGE_CASES + RAGGED_CASES + WIDE_CASES
     cases = [case for case in cases if not options.only or any(fnmatchcase(case.name, one) for one in options.only)]
     record = Record("attention", options)
     # Compiling takes longer than measuring: it goes on side by side, and is over before anything is timed.

@@ -1,11 +1,13 @@
 """What a decode step or cycle takes at least on a GPU of this kind: bytes from memory, or products, whichever is longer."""
 
 import math
+from typing import Any
 
 import jax
 from card import card
 
-from dflash_jax.cache import page_bytes
+from dflash_jax.cache.pages import layer_bytes
+from dflash_jax.cache.specs import layer_specs
 from dflash_jax.config import DecoderConfig
 from dflash_jax.decoding.sampling import Mode
 from dflash_jax.engine import Engine
@@ -31,7 +33,7 @@ def floor_ms(engine: Engine, *, draft: bool, context: int, batch: int, sampling:
     if getattr(target, "num_experts", 0):
         return None
     read = [w for name, w in engine.weights["target"].items() if name != "embed.weight" or target.tie_embeddings]
-    pages = page_bytes(target, 1, engine.dtype, cache_dtype=engine.cache_dtype)
+    pages = _context_bytes(target, context, engine.dtype, engine.cache_dtype)
     took = _pass_seconds(target, read, pages, batch * (drafter.block_size if draft else 1), context, batch)
     took += 2 * batch * engine.state_bytes / card().bandwidth  # read once, written once
     if draft:
@@ -43,14 +45,21 @@ def floor_ms(engine: Engine, *, draft: bool, context: int, batch: int, sampling:
         left_out |= set() if drafter.head is None else set(head_tables(drafter.head))
         own = {name: weight for name, weight in engine.weights["draft"].items() if name not in left_out}
         read = [*own.values(), *([] if {SHARED_HEAD, HEAD_INDEX} & own.keys() else [head])]
-        pages = page_bytes(drafter, 1, engine.dtype)
         seen = context if engine.draft_window is None else min(context, engine.draft_window)
+        pages = _context_bytes(drafter, seen, engine.dtype)
         took += _pass_seconds(drafter, read, pages, batch * drafter.block_size, seen, batch)
     return round(took * 1e3, 3)
 
 
+def _context_bytes(config: DecoderConfig, context: int, dtype: jax.numpy.dtype, cache_dtype: Any = None) -> int:
+    """Keys and values that one sequence's queries see, in all layers: of layers with a window no more than that."""
+    of_token = layer_bytes(config, 1, dtype, cache_dtype=cache_dtype)
+    windows = (spec.window for spec in layer_specs(config, cache_dtype))
+    return sum(size * min(context, window or context) for size, window in zip(of_token, windows, strict=True))
+
+
 def _pass_seconds(config: DecoderConfig, weights: list, pages: int, rows: int, context: int, batch: int) -> float:
-    """The longer of reading weights and pages of a pass, and of its products and attention."""
+    """The longer of reading weights and `pages`, bytes of each sequence's, of a pass, and of its products and attention."""
     # Matrix units multiply float8 by float8 at twice the rate, where weights round as many rows.
     halves = [1 if rounds(weight, rows) else 2 for weight in weights]
     matrices = sum(
@@ -61,6 +70,6 @@ def _pass_seconds(config: DecoderConfig, weights: list, pages: int, rows: int, c
     )
     attention = 2 * context * config.num_heads * config.head_dim * config.cached_layers
     return max(
-        (stored(weights) + batch * context * pages) / card().bandwidth,
+        (stored(weights) + batch * pages) / card().bandwidth,
         2 * rows * (matrices + attention) / card().products,
     )

@@ -9,6 +9,7 @@ made as for a model.
 """
 
 import asyncio
+import itertools
 import json
 import os
 import signal
@@ -131,7 +132,9 @@ def main() -> None:
     parser.add_argument("--shapes", help="a published shape with random weights in place of the pair")
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--imposed-acceptance", type=float, default=6.0)
-    parser.add_argument("--late-dispatch", action="store_true", help="see `engine.resources.Resources`")
+    parser.add_argument(
+        "--dispatch", nargs="+", default=["early"], choices=["late", "early"], help="see `engine.resources.Resources`"
+    )
     options = parser.parse_args()
     most = max(options.concurrency)
     load: dict[str, Any] = {"max_batch": most, "max_model_len": 2 * (PROMPT_TOKENS + TOKENS), "verify_length": None}
@@ -139,7 +142,6 @@ def main() -> None:
     if model.tokenizer is None:
         model.tokenizer = drawn_tokenizer(model.target.vocab_size)
     engine = model.engine
-    engine.late_dispatch = options.late_dispatch
     # Slots of the compared numbers of users alone, and every prompt is computed, as where the engine is measured.
     engine.buckets, engine.share_prefixes = replace(engine.buckets, batch=tuple(sorted(options.concurrency))), False
     workload = synthetic(model.target.vocab_size, PROMPT_TOKENS, max(8, most), TOKENS)
@@ -152,7 +154,7 @@ def main() -> None:
         compiled.result()
     print(f"{len(jobs)} programs in {time.perf_counter() - began:.1f} s", flush=True)
     record, alone = Record("serving", options, ["starlette", "uvicorn"]), {}
-    counts = {users: 16 if users == 1 else 6 * users for users in options.concurrency}
+    counts = {users: users * (32 if users == 1 else 20 if users <= 8 else 8) for users in options.concurrency}
     for users in options.concurrency:
         engine.imposed_acceptance = None
         alone[users] = measure(
@@ -163,10 +165,11 @@ def main() -> None:
     def ask() -> None:
         try:
             _wait_ready(port)
-            for users in options.concurrency:
+            for dispatch, users in itertools.product(options.dispatch, options.concurrency):
+                engine.late_dispatch = dispatch == "late"
                 _users(port, users, max(2, users), workload.prompts)  # everybody is served once before
                 seen, engine_alone = _users(port, users, counts[users], workload.prompts), alone[users]
-                case = f"serving {options.shapes or 'pair'} U{users}" + (" late" if options.late_dispatch else "")
+                case = f"serving {options.shapes or 'pair'} U{users}" + (" late" if dispatch == "late" else "")
                 record.add(
                     case, "tokens of all users", round(seen["tokens_per_s"], 1), "tokens/s",
                     peer="the engine alone", peer_value=engine_alone.tokens_per_s,

@@ -4,8 +4,10 @@
     python benchmarks/train_drafters.py --kinds dflash2
     python benchmarks/train_drafters.py --kinds dspark
     python benchmarks/train_drafters.py --start shipped --rate 1e-3 --seed 1
+    python benchmarks/train_drafters.py --kinds dspark --start pair --optimizer muon --steps 5100 --rate 1e-3 --seed 2
 
-The last goes on from the weights of the drafter that ships: what a kind adds begins silent, so that all begin with its drafts.
+The third goes on from the weights of `tests/data/dflash`, the DFlash drafter that shipped when its rows were measured: what a kind
+adds begins silent, so that all begin with its drafts. The last goes on from the drafter that ships now.
 
 Needs no network: prompts are passages of the Python files that are installed, of those which the target was not trained on, and
 the target continues them. Everything is kept in `--work`: a second call goes on where the first was stopped, one for another kind
@@ -46,7 +48,9 @@ from dflash_jax.training.settings import FULL, Settings, with_changes
 from dflash_jax.training.stages import Clock, Interrupted
 from dflash_jax.training.tokenizer import encode_files
 
-PROMPTS = Path(__file__).parent.parent / "tests" / "data" / "heldout_prompts.json"
+DATA = Path(__file__).parent.parent / "tests" / "data"
+PROMPTS = DATA / "heldout_prompts.json"
+STARTS = {"random": None, "shipped": DATA / "dflash", "pair": shipped_pair() / "draft"}
 TEMPERATURES = (0.0, 0.7, 1.0)
 SHOWN = (1, 2, 4, 8, 15)
 
@@ -109,7 +113,8 @@ def trained(options: argparse.Namespace, settings: Settings, clock: Clock) -> Pa
         f"{jax.devices()[0].device_kind}; {len(chosen)} of {len(files)} files are prompts'; {flops(settings):.2e} FLOP a step"
     )
     data = roll_out(settings, target, encode_files(tokenizer, chosen), work / "rollouts", clock)
-    start = open_checkpoint(shipped_pair() / "draft").load("float32") if options.start == "shipped" else {}
+    begun = STARTS[options.start]
+    start = {} if begun is None else open_checkpoint(begun).load("float32")
     draft = half(train_drafter(settings, target, data, work / f"drafter-{settings.draft_kind}", clock, start=start))
     folder = work / settings.draft_kind
     folder.mkdir(parents=True, exist_ok=True)
@@ -174,9 +179,7 @@ def main() -> int:
     parser.add_argument("--loss", choices=("decay", "dpace"), default="dpace")
     parser.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw")
     parser.add_argument("--rank", type=int, default=64, help="of a head's vectors")
-    parser.add_argument(
-        "--start", choices=("random", "shipped"), default="random", help="of weights that v1 has as well"
-    )
+    parser.add_argument("--start", choices=STARTS, default="random", help="weights of the same names to begin with")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--fewer", type=int, default=2, help="divides the number of continuations")
     parser.add_argument("--small", action="store_true", help="few rows, short ones: for a look on a CPU")

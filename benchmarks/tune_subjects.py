@@ -154,14 +154,14 @@ def paged_choices(case: attention.Case) -> list[Choice]:
     """Nothing to choose for a dry run's case, which the interpreter takes long for."""
     if case.length < 4096:
         return [{}]
-    if case.b * attention.KV_HEADS >= 256:
+    if case.b * case.kv_heads >= 256:
         return [{}, {"splits": 2}, {"stages": 3}, {"keys": 128}]
     # One CTA on most multiprocessors, with room for more stages than the two that share one have.
     stages = [{"stages": 3}, {"stages": 4}]
     if attention.deals(case):
         return [{}, *stages]
     # Around the number of parts that fills the multiprocessors.
-    filling = 132 // (case.b * attention.KV_HEADS)
+    filling = 132 // (case.b * case.kv_heads)
     return [{}, *stages, {"splits": filling // 2, "stages": 4}, {"splits": filling * 3 // 4, "stages": 4}]
 
 

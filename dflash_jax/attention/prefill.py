@@ -7,11 +7,14 @@ from dflash_kernels import NoImplementationError, PagedSchedule, paged_attention
 from dflash_kernels.core.device import target
 from jaxtyping import Array, Float, Int
 
+from dflash_jax.execution import switches
+
 # The kernel for prompts gives a CTA 128 queries of one head and all their keys; the one for decoding splits the keys until every
 # multiprocessor has work. So the former is for calls that have blocks of queries for nearly all of them. Measured on an H200 over
 # 4,096 keys, 32 heads (benchmarks/chunks.py): for one prompt it is slower by a third with 256 queries and faster by a sixth with
 # 512, for eight slower by a third with 64 and faster by a fifth with 128.
 BLOCK, FILLED = 128, 0.9
+WIDE = 256  # heads wider than that are `switches.WIDE_HEADS`'
 
 
 def attend_to_pages(
@@ -35,6 +38,8 @@ def attend_to_pages(
             return long_chunks(q, *keys, q_lens=q_lens, implementation="mosaic_gpu", **options)
         except NoImplementationError:
             pass
+    if q.shape[-1] > WIDE and not switches.WIDE_HEADS:
+        options["implementation"] = "xla"
     options |= {"k_scale": k_scale, "v_scale": v_scale, "schedule": schedule, "batch_invariant": batch_invariant}
     return cast(Array, paged_attention(q, *keys, q_lens=q_lens, **options))
 

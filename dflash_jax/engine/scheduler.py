@@ -6,6 +6,7 @@ next call; `Batch` makes the calls; `InFlight` keeps what was started and not lo
 """
 
 import itertools
+import sys
 import time
 import weakref
 from collections import Counter, deque
@@ -87,11 +88,15 @@ class PrefillResult:
 
     Attributes:
       logprobs: whether `emitted` holds log-probabilities.
+      started: the clock then.
+      tokens: of prompts, in this call and those that were started behind the call before; 0 where nobody counted them.
     """
 
     rows: list[Row]
     emitted: Emitted
     logprobs: bool
+    started: float = field(default_factory=time.perf_counter)
+    tokens: int = 0
 
     def gains(self) -> list[tuple[Job, int, int]]:
         """Requests that wait for it, with the tokens that each gains at least, and those that cycles may give it."""
@@ -108,6 +113,7 @@ class DecodeCall:
       width: columns of the page table.
       started, compiled: the clock, and seconds spent compiling until then.
       returned: the clock when the call was on its way.
+      tokens: of prompts that were started behind the call before.
     """
 
     rows: list[Row]
@@ -118,6 +124,7 @@ class DecodeCall:
     started: float
     compiled: float
     returned: float = field(default_factory=time.perf_counter)
+    tokens: int = 0
 
     def gains(self) -> list[tuple[Job, int, int]]:
         """See `PrefillResult.gains`."""
@@ -151,7 +158,9 @@ class InFlight:
         self.few = FEW_CYCLES
         self.held = 0.0
         self._read = 0.0, 0.0
-        self._pace = self._busy = 0.0  # seconds of a cycle at least, and of the host for a call
+        self._tokens = 0  # of prompts, behind the last of the items
+        # Seconds of a cycle at least, of a token of a prompt, and of the host for a call.
+        self._pace = self._prompt_pace = self._busy = 0.0
 
     @property
     def calls(self) -> list[DecodeCall]:
@@ -161,7 +170,12 @@ class InFlight:
     def full(self) -> bool:
         return len(self.items) >= MOST_IN_FLIGHT
 
+    def compute(self, tokens: int) -> None:
+        """Counts tokens of prompts that were started."""
+        self._tokens += tokens
+
     def add(self, item: PrefillResult | DecodeCall) -> None:
+        item, self._tokens = replace(item, tokens=self._tokens), 0
         for job, due, coming in item.gains():
             job.due += due
             job.coming += coming
@@ -191,7 +205,7 @@ class InFlight:
         now, compiled = self._read
         spent = now - began - (compiled - before)
         busy = call.returned - call.started - (compiled - call.compiled)
-        self._pace, self._busy = spent / call.cycles, busy
+        self._pace, self._busy = max(0.0, spent - call.tokens * self._prompt_pace) / call.cycles, busy
         waited, self.held = waited + self.held, 0.0
         if waited < 0.3 * spent:  # as long as copies take: the device may have waited for the host
             self.few = min(2 * self.few, MAX_CYCLES)
@@ -202,13 +216,32 @@ class InFlight:
             self.returns_early = busy < 0.75 * spent
         return spent
 
+    def first_seconds(self, item: PrefillResult) -> None:
+        """Remembers how long the prompts took whose first tokens have just come."""
+        before, _ = self.seen()
+        if item.tokens:
+            self._prompt_pace = (self._read[0] - max(item.started, before)) / item.tokens
+
     @property
     def latest(self) -> float:
         """The clock at which the call behind the one that runs has to be made, for the device not to wait; 0 where nobody knows."""
-        if len(self.items) != 1 or not isinstance(self.items[0], DecodeCall):
+        if len(self.items) != 1:
             return 0.0
-        began, takes = max(self._read[0], self.items[0].started), self._pace * self.items[0].cycles
-        return began + min(LATEST * takes, takes - 2 * self._busy)
+        (item,) = self.items
+        takes = item.tokens * self._prompt_pace + (item.cycles * self._pace if isinstance(item, DecodeCall) else 0.0)
+        began = max(self._read[0], item.started)
+        return 0.0 if not takes else began + min(LATEST * takes, takes - 2 * self._busy)
+
+    @property
+    def tokens_of_few(self) -> int:
+        """Tokens of prompts that take as long as `few` cycles, as far as is known; at least those of one call."""
+        known = self._prompt_pace and self._pace
+        return max(LEAST_TOKENS, int(self.few * self._pace / self._prompt_pace)) if known else sys.maxsize
+
+    def few_behind(self, tokens: int) -> int:
+        """`few` for cycles behind so many tokens of prompts, less those whose time these take: who decodes waits for both."""
+        taken = round(tokens * self._prompt_pace / self._pace) if self._pace else 0
+        return max(1, self.few - taken)
 
 
 class Batch:
@@ -624,8 +657,14 @@ def _jobs(batch: Batch, needs: Needs, slots: int, length: int) -> Jobs:
 
 
 def _loop_status(batch: Batch, needs: Needs, slots: int, cycles: int, length: int) -> Status:
-    jobs = _jobs(batch, needs, slots, length)
-    sizes = slots, batch.width_for(cycles, jobs.setup.width)
+    setup = _jobs(batch, needs, slots, length).setup
+    return _status(batch, setup, batch.width_for(cycles, setup.width), slots, needs.stop_width)
+
+
+def _status(batch: Batch, setup: Setup, width: int, slots: int | None = None, stop_width: int | None = None) -> Status:
+    """Of a program for cycles; of the batch's slots and stop ids where none are named."""
+    jobs = Jobs(batch.core, setup, stop_width or batch.needs.stop_width)
+    sizes = slots or batch.size, width
     return batch.core.program_status((jobs.setup, *sizes, jobs.stop_width), lambda: jobs.loop(*sizes).args)
 
 
@@ -863,6 +902,7 @@ class Scheduler:
                     self._await_company()
                 while not self.inflight.full and (self._start_prompts(batch) or self._start_cycles(batch)):
                     pass
+                self._send()
                 if self.inflight.items:
                     self._look(batch, self.inflight.take())
                 self._count()
@@ -1003,9 +1043,10 @@ class Scheduler:
         core = batch.core
         rows, size = core.buckets.prompts([job.stop - job.filled for job in jobs])
         cost = max(rows * size, LEAST_TOKENS)
-        if batch.slots.decoding and self._spent and self._spent + cost > core.max_chunk:
+        if batch.slots.decoding and self._spent and self._spent + cost > self._prompt_tokens(batch):
             return False
         self._spent += cost
+        self.inflight.compute(cost)
         self._served = jobs
         ready, logits = batch.prefill(jobs, rows, size)
         if ready:
@@ -1015,6 +1056,12 @@ class Scheduler:
         if batch.slots.filling:
             self._spent = core.max_chunk
         return True
+
+    def _prompt_tokens(self, batch: Batch) -> int:
+        """Tokens of prompts between two calls for cycles at most: as many as take no longer than these, where that is known and
+        requests come while others run."""
+        most = batch.core.max_chunk
+        return min(most, self.inflight.tokens_of_few) if self.inflight.online and self._goes_ahead(batch) else most
 
     def _gather(self, batch: Batch) -> list[Job]:
         """Requests whose prompts are prefilled next: the first of those that are not in the pages, and all that fit beside it."""
@@ -1067,7 +1114,7 @@ class Scheduler:
         else:
             batch.move(self._fewest_slots(batch))
             batch.serve(choose_needs(batch, batch.slots.decoding))
-            setup, cycles = choose_cycles(batch, self._patience(batch))
+            setup, cycles = choose_cycles(batch, self._few_at_most(batch, self._patience(batch)))
             cycles = self._make_room(batch, cycles, setup.width)
             if not batch.slots.decoding:  # the youngest left, and older ones are at their prompts
                 return True
@@ -1085,9 +1132,7 @@ class Scheduler:
             return None
         if not any(job.remaining > job.due for job in jobs):
             return None
-        cycles = self._patience(batch)
-        if inflight.online or self._waiting:
-            cycles = min(cycles, inflight.few)
+        cycles = self._few_at_most(batch, self._patience(batch))
         # Stop strings are found on the host, which then aborts; a length is known before.
         if inflight.calls and cycles > CYCLES_PER_CHUNK and any(job.request.params.stop for job in jobs):
             return None
@@ -1096,8 +1141,10 @@ class Scheduler:
         wanted = {job: max(job.columns, batch.pages_for(job, cycles, setup.width)) for job in jobs}
         width = core.width_of(max(wanted.values()) * core.page_size)
         growth = sum(count - job.columns for job, count in wanted.items())
+        if growth > batch.slots.free:
+            return None
         # Another width is another program, which nobody may have compiled.
-        if growth > batch.slots.free or (inflight.calls and width != inflight.calls[-1].width):
+        if inflight.calls and width != inflight.calls[-1].width and _status(batch, setup, width) != "compiled":
             return None
         for job, count in wanted.items():
             batch.slots.resize(job, count)
@@ -1123,6 +1170,11 @@ class Scheduler:
         # A slot that stands empty costs as much as a busy one: it is filled before others go far.
         return 1 if self._waiting and None in batch.slots.jobs else min(batch.cycles, CYCLES_PER_CHUNK)
 
+    def _few_at_most(self, batch: Batch, cycles: int) -> int:
+        """Fewer where requests come while others run: then little is started before the next one."""
+        comes = self._goes_ahead(batch) and (self.inflight.online or self._waiting)
+        return min(cycles, self.inflight.few_behind(self._spent)) if comes else cycles
+
     def _make_room(self, batch: Batch, cycles: int, length: int) -> int:
         """Gives each running request the pages that cycles may write, as many cycles as the pool allows, and returns how many.
 
@@ -1141,6 +1193,7 @@ class Scheduler:
         return 0
 
     def _preempt(self, batch: Batch, job: Job) -> None:
+        self._send()  # what was not sent yet is of its tokens as they are
         batch.retire(job)
         if batch.core.exact:
             job.begin_again()
@@ -1157,12 +1210,25 @@ class Scheduler:
             return
         self._served = [row.job for row in rows]
         read = self._first_tokens if isinstance(item, PrefillResult) else self._decoded
-        self._unsent = deque(read(batch.core, item, rows))  # from here on an interrupt loses none of them
-        self._send()
+        found = read(batch.core, item, rows)
+        ended = [one for one in found if one[1].finish_reason is not None]
+        # Who may ask again is told first.
+        self._unsent = deque([*ended, *(one for one in found if one[1].finish_reason is None)])
+        hurries = ended and self._hurries(batch)
+        if hurries:
+            for job, update in self._unsent:
+                job.take(update)
+        self._send(len(ended) if hurries else len(found))  # from here on an interrupt loses none of them
+
+    def _hurries(self, batch: Batch) -> bool:
+        """Whether the device has nothing behind it that takes long: then nobody is told anything before its next call but those who
+        may follow, and be in it."""
+        online = batch.core.late_dispatch and self.inflight.online and batch.needs.mode != "structured"
+        return online and not self.inflight.calls
 
     def _first_tokens(self, core: Resources, item: Any, rows: Sequence[Row]) -> list[tuple[Job, Update]]:
         emitted = jax.tree.map(lambda leaf: leaf[None], on_host(item.emitted, logprobs=item.logprobs))
-        self.inflight.seen()
+        self.inflight.first_seconds(item)
         now, updates = time.perf_counter(), []
         for row in rows:
             job = row.job
@@ -1194,13 +1260,15 @@ class Scheduler:
             updates.append((job, update))
         return updates
 
-    def _send(self, *, left: bool = False) -> None:
+    def _send(self, count: int | None = None, *, left: bool = False) -> None:
         """Accounts for updates and sends them. What an interrupt leaves is sent again: sinks know it by `Update.start`.
 
         Args:
+          count: the first of them alone; None for all.
           left: slots and pages are nobody's any more.
         """
-        while self._unsent:
+        keep = 0 if count is None else len(self._unsent) - count
+        while len(self._unsent) > keep:
             job, update = self._unsent[0]
             if job.ticket in self._live:
                 self._account(job, update, left=left)
@@ -1211,7 +1279,7 @@ class Scheduler:
         if job.follower is not None and job.follower.error:
             self._give_up(job, job.follower.error)
             return
-        job.tokens[update.start :] = update.tokens
+        job.take(update)
         ends = update.finish_reason is not None
         if ends and job.slot >= 0 and not left and self.batch is not None:
             self.batch.slots.leave(job)

@@ -113,6 +113,10 @@ class Job:
     def remaining(self) -> int:
         return self.request.params.max_tokens - len(self.tokens)
 
+    def take(self, update: Update) -> None:
+        """Counts what it gained; once more changes nothing."""
+        self.tokens[update.start :] = update.tokens
+
     def begin_again(self) -> None:
         """Forgets what it has emitted, which comes again with the same bits and is not given out twice."""
         self.given, self.tokens = max(self.given, len(self.tokens)), []

@@ -463,6 +463,8 @@ def _pages_refusal(traits: LayerTraits, call: CallShape) -> str | None:
     """Why no kernel attends to the pages of layers with wider heads than other families have, so that XLA gathers them."""
     if traits.wide_heads is None or call.pages is None:
         return None
+    if not switches.WIDE_HEADS:
+        return "switched off"
     shaped, (heads, dim), pages = jax.ShapeDtypeStruct, traits.wide_heads, call.pages
     pool = shaped((1, heads, pages.page_size, dim), pages.dtype)
     rows = [shaped((call.sequences, *more), jnp.int32) for more in ((pages.table_width,), ())]

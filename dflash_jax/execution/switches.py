@@ -11,6 +11,7 @@ FUSED_QKV = True  # norm, rotation, write and attention of few tokens as one lau
 HYBRID = True  # fused runners of targets with gated delta nets
 HYBRID_EIGHT_BITS = False  # the same with weights in eight bits, of which no GPU has run whole layers
 BIASES = False  # fused runners of layers with biases of queries, keys and values, which no GPU has run
+WIDE_HEADS = True  # heads wider than 256 are attended to by a kernel
 COLUMN_BLOCKS = True  # matrices stored in blocks of columns
 NARROW_ITEMS = False  # a schedule of parts for pages in eight bits: slower where lengths are alike
 GRAMMAR_TABLES = True  # grammars that are regular are tables on the device

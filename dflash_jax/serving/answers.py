@@ -20,26 +20,6 @@ def reason_of(finish_reason: str | None) -> str | None:
     return "stop" if finish_reason == "eos" else finish_reason
 
 
-class TokenBytes:
-    """Bytes of single tokens, from the vocabulary: a token may be a part of a character."""
-
-    def __init__(self, tokenizer: Tokenizer):
-        self._tokenizer = tokenizer
-        self._byte_level = "ByteLevel" in repr(tokenizer.backend.decoder)
-        kept = [*range(33, 127), *range(161, 173), *range(174, 256)]
-        others = [byte for byte in range(256) if byte not in kept]
-        # GPT-2's alphabet: bytes that are no printable letter are those from 256 on.
-        self._letters = {chr(byte): byte for byte in kept} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-    def of(self, token: int) -> bytes:
-        name = self._tokenizer.backend.id_to_token(token) or ""
-        if self._byte_level and all(letter in self._letters for letter in name):
-            return bytes(self._letters[letter] for letter in name)
-        if len(name) == 6 and name.startswith("<0x") and name.endswith(">"):
-            return bytes([int(name[3:5], 16)])
-        return name.replace("\N{LOWER ONE EIGHTH BLOCK}", " ").encode("utf-8", "replace")
-
-
 class Logprobs:
     """Log-probabilities of one choice, in both shapes, continued from chunk to chunk.
 
@@ -49,7 +29,7 @@ class Logprobs:
     """
 
     def __init__(self, tokenizer: Tokenizer, *, ids: bool, special: bool):
-        self._tokenizer, self._bytes, self._ids, self._special = tokenizer, TokenBytes(tokenizer), ids, special
+        self._tokenizer, self._bytes, self._ids, self._special = tokenizer, tokenizer.token_bytes, ids, special
         self._offset = 0
         self._text = codecs.getincrementaldecoder("utf-8")("replace")
 

@@ -14,14 +14,14 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 from starlette.routing import Route
 
 from dflash_jax.errors import DFlashError, PromptError
 from dflash_jax.generation import prompted
 from dflash_jax.model import Model
 from dflash_jax.options import as_integer
-from dflash_jax.serving.answers import Answer, TokenBytes
+from dflash_jax.serving.answers import Answer
 from dflash_jax.serving.async_engine import AsyncEngine, AsyncRun
 from dflash_jax.serving.bodies import Ask, check_names, completion_ask, flag, parsed, requests_of, shown
 from dflash_jax.serving.chat_answers import ChatAnswer
@@ -302,41 +302,7 @@ class Routes:
     async def _stream(self, request: Request, call: "Call") -> Response:
         # The first pieces before the status: what is refused or fails until then is an answer of its own.
         first = await _unless_gone(request, call.within(call.take()))
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        return _Stream(call, self._events(call, first), headers=headers, media_type="text/event-stream")
-
-    async def _events(self, call: "Call", pieces: list[Piece]) -> AsyncGenerator[bytes]:
-        answer, run = call.answer, call.run
-        waiting: asyncio.Task[list[Piece]] | None = None
-        try:
-            for chunk in answer.opening():
-                yield answer.framed(chunk)
-            while True:
-                for chunk in [chunk for piece in pieces for chunk in answer.chunks(piece)]:
-                    yield answer.framed(chunk)
-                if run.ended:
-                    break
-                waiting = waiting or asyncio.create_task(call.take())
-                done, _ = await asyncio.wait({waiting}, timeout=call.patience())
-                if done:
-                    pieces, waiting = waiting.result(), None
-                else:
-                    call.check_time()
-                    pieces = []
-                    yield b": keep-alive\n\n"
-            for chunk in answer.closing():
-                yield answer.framed(chunk)
-            yield answer.END
-        except Exception as error:
-            problem = problem_of(error, begun=True)
-            if problem.status == 500:
-                log.error("a stream failed: %r", error)
-            yield answer.framed(answer.failed(problem))
-            yield answer.END
-        finally:
-            if waiting is not None:
-                waiting.cancel()
-            call.end()
+        return _Stream(request, call, first)
 
     # Tokens.
 
@@ -358,8 +324,7 @@ class Routes:
             if not isinstance(text, str):
                 raise Problem(400, "prompt must be a text", param="prompt", code="invalid_value")
             ids = await asyncio.to_thread(tokenizer.encode, text, special=special)
-        names_of = TokenBytes(tokenizer)
-        told = [names_of.of(token).decode("utf-8", "replace") for token in ids] if named else None
+        told = [tokenizer.token_bytes.of(token).decode("utf-8", "replace") for token in ids] if named else None
         limit = model.engine.max_model_len
         return _json({"count": len(ids), "max_model_len": limit, "tokens": ids, "token_strs": told})
 
@@ -453,15 +418,17 @@ class Call:
     heard: float | None = None
     _ended: bool = False
 
-    async def take(self) -> list[Piece]:
-        """Pieces that have come, counted."""
+    async def take(self, patience: float | None = None) -> list[Piece]:
+        """Pieces that have come, counted; none after so many seconds of `patience`."""
         try:
-            pieces = await self.run.take()
+            pieces = await self.run.take(patience)
         except DFlashError:
             raise
         except Exception:
             self.front.failures += 1
             raise
+        if not pieces:
+            return []
         self.front.failures = 0
         now, metrics = time.perf_counter(), self.front.metrics
         for piece in pieces:
@@ -501,18 +468,52 @@ class Call:
             self.engine.release(self.run)
 
 
-class _Stream(StreamingResponse):
-    """A stream whose call ends with it, though a reader who left before the first chunk is nothing that a generator learns of."""
+class _Stream(Response):
+    """A call's pieces as events: what came together is one write. The call ends with it, whatever ends it."""
 
-    def __init__(self, call: Call, *args: Any, **more: Any):
-        super().__init__(*args, **more)
-        self._call = call
+    def __init__(self, request: Request, call: Call, pieces: list[Piece]):
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(None, headers=headers, media_type="text/event-stream")
+        del self.headers["content-length"]
+        self._request, self._call, self._pieces = request, call, pieces
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         try:
-            await super().__call__(scope, receive, send)
+            await _unless_gone(self._request, self._write(send))
+        except ClientDisconnect:
+            pass
         finally:
             self._call.end()
+
+    async def _write(self, send: Any) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        answer = self._call.answer
+        try:
+            more = True
+            async for more, data in self._events():
+                await send({"type": "http.response.body", "body": data, "more_body": more})
+        except Exception as error:
+            problem = problem_of(error, begun=True)
+            if problem.status == 500:
+                log.error("a stream failed: %r", error)
+            data = answer.framed(answer.failed(problem)) + answer.END
+            await send({"type": "http.response.body", "body": data, "more_body": False})
+
+    async def _events(self) -> AsyncGenerator[tuple[bool, bytes]]:
+        """Bytes to write, each with whether more follow."""
+        call, answer, pieces = self._call, self._call.answer, self._pieces
+        chunks = answer.opening()
+        while True:
+            chunks += [chunk for piece in pieces for chunk in answer.chunks(piece)]
+            if call.run.ended:
+                break
+            if chunks:
+                yield True, b"".join(map(answer.framed, chunks))
+            if not (pieces := await call.take(call.patience())):
+                call.check_time()
+                yield True, b": keep-alive\n\n"
+            chunks = []
+        yield False, b"".join(map(answer.framed, [*chunks, *answer.closing()])) + answer.END
 
 
 def _too_long(limit: float | None) -> Problem:

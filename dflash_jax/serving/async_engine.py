@@ -59,10 +59,11 @@ class AsyncRun:
             self._pieces = await self.take()
         return self._pieces.pop(0)
 
-    async def take(self) -> list[Piece]:
-        """Pieces that have come, at most one of each prompt, once there are some. Raises what ended a request early."""
+    async def take(self, patience: float | None = None) -> list[Piece]:
+        """Pieces that have come, at most one of each prompt, once there are some; none after so many seconds of `patience`. Raises
+        what ended a request early."""
         try:
-            pieces = await self.feed.take()
+            pieces = await self.feed.take(patience)
         except BaseException:
             self.close()
             raise

@@ -69,15 +69,28 @@ class Feed:
                 self._pieces[what.index] = what if before is None else merged(before, what)
         self._bell.ring(self._event)
 
-    async def take(self) -> list[Piece]:
-        """What has come, once something has: at most one piece of each prompt. Raises an error that was put, after the pieces."""
-        while True:
-            self._event.clear()
-            with self._lock:
-                pieces, self._pieces = self._pieces, {}
-                error = self._error
-            if pieces:
-                return list(pieces.values())
-            if error is not None:
-                raise error
-            await self._event.wait()
+    async def take(self, patience: float | None = None) -> list[Piece]:
+        """What has come, once something has: at most one piece of each prompt. Raises an error that was put, after the pieces.
+
+        Args:
+          patience: seconds after which it gives none; None waits for ever.
+        """
+        rings, loop = None, asyncio.get_running_loop()
+        try:
+            while True:
+                self._event.clear()
+                with self._lock:
+                    pieces, self._pieces = self._pieces, {}
+                    error = self._error
+                if pieces:
+                    return list(pieces.values())
+                if error is not None:
+                    raise error
+                if patience is not None:
+                    if rings is not None and loop.time() >= rings.when():
+                        return []
+                    rings = rings or loop.call_later(patience, self._event.set)
+                await self._event.wait()
+        finally:
+            if rings is not None:
+                rings.cancel()

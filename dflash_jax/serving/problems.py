@@ -6,6 +6,7 @@ from typing import Any
 
 from dflash_jax.errors import CapacityError, DFlashError, ParameterError, PromptError, TokenizerError
 
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 MOST_SHOWN = 1000  # characters of a message: values in it are the caller's own, and may be long
 
 
@@ -66,5 +67,4 @@ def problem_of(error: Exception, *, begun: bool = False) -> Problem:
 
 def dumped(value: Any) -> bytes:
     """Compact JSON. Halves of characters, which texts of clients may hold and UTF-8 does not, become question marks."""
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return text.encode("utf-8", "replace")
+    return _ENCODER.encode(value).encode("utf-8", "replace")

@@ -2,6 +2,7 @@
 # pyright: reportMissingImports=false
 
 import asyncio
+import gc
 import signal
 import sys
 import threading
@@ -35,7 +36,8 @@ def serve(
     root_path: str = "", access_log: bool = False, ready: Callable[[Model], None] = lambda _: None,
 ) -> None:  # fmt: skip
     """Serves until SIGTERM or SIGINT: no request is taken then, those that run have `shutdown_timeout` seconds, and a second signal
-    ends them at once.
+    ends them at once. What there is once the model is loaded is no garbage until the server ends: to look through it, as Python's
+    collector does now and then, takes as long as dozens of cycles.
 
     Args:
       load: gives the model; called in a thread, while the port is open and answers that it is loading.
@@ -50,6 +52,7 @@ def serve(
         asyncio.run(_serve(load, options, host, port, shutdown_timeout, root_path, access_log, ready))
     finally:
         sys.setswitchinterval(before)
+        gc.unfreeze()
 
 
 async def _serve(
@@ -103,6 +106,8 @@ async def _load(
     def run() -> None:
         try:
             value: Any = load()
+            gc.collect()
+            gc.freeze()
         except BaseException as error:
             failed.append(error)
             value = None

@@ -1,5 +1,6 @@
 """Text that is safe to show from a growing list of token ids: whole characters, nothing a stop string may still take back."""
 
+import codecs
 from collections.abc import Sequence
 
 from dflash_jax.text.tokenizer import Tokenizer
@@ -7,9 +8,10 @@ from dflash_jax.text.tokenizer import Tokenizer
 # What decoders write for bytes that are no character, or not yet one.
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
-# Tokens that wait for a character's end while each of the first and the last of them are kept: a character has four bytes at most,
-# and byte fallback gives every byte of a run up once four of them made none.
+# Tokens, or bytes, that wait for a character's end; and of tokens those that are kept then, the first and the last of them: a
+# character has four bytes at most, and byte fallback gives every byte of a run up once four of them made none.
 _MOST_WAITING, _KEPT = 32, 8
+_UTF8 = codecs.getincrementaldecoder("utf-8")
 
 
 class TextStream:
@@ -36,7 +38,10 @@ class TextStream:
         self.text = ""
         self.found: str | None = None
         self._given = 0
-        # Tokens of the newest piece of text and those after it, how many make that piece, and its text when they stand alone.
+        # Bytes behind the last piece of text, where a text is the bytes of its tokens.
+        self._joins, self._bytes = tokenizer is not None and tokenizer.joins_bytes, b""
+        # Otherwise tokens of the newest piece of text and those after it, how many make that piece, and its text when they stand
+        # alone.
         self._ids: list[int] = []
         self._read, self._known = 0, ""
 
@@ -44,6 +49,9 @@ class TextStream:
         """Takes one token. True when it completes a stop string (`watch` False looks for none): the text then ends there."""
         if self.tokenizer is None or self.tokenizer.is_silent(token, special=self.special):
             return False
+        if self._joins:
+            self._bytes += self.tokenizer.token_bytes.of(token)
+            return self._extend(self._joined(), watch=watch)
         self._ids.append(token)
         return self._extend(self._decoded(self.tokenizer), watch=watch)
 
@@ -51,7 +59,8 @@ class TextStream:
         """No token follows: what waited for its last bytes becomes text. True when that completes a stop string."""
         if self.tokenizer is None or self.found is not None:
             return False
-        return self._extend(self._decoded(self.tokenizer, everything=True), watch=watch)
+        piece = self._joined(everything=True) if self._joins else self._decoded(self.tokenizer, everything=True)
+        return self._extend(piece, watch=watch)
 
     def take(self, *, everything: bool = False) -> str:
         """The text not given out before that can no longer be taken back; all of it at the end."""
@@ -60,6 +69,17 @@ class TextStream:
             end = max(end - self._held_back(), self._given)
         piece, self._given = self.text[self._given : end], end
         return piece
+
+    def _joined(self, *, everything: bool = False) -> str:
+        """What the bytes behind the text add to it; nothing while the last character may be unfinished."""
+        text, left = self._bytes.decode("utf-8", "replace"), b""
+        if text.endswith(REPLACEMENT) and not everything:
+            if len(self._bytes) <= _MOST_WAITING:
+                return ""
+            decoder = _UTF8("replace")
+            text, left = decoder.decode(self._bytes), decoder.getstate()[0]
+        self._bytes = left
+        return text
 
     def _decoded(self, tokenizer: Tokenizer, *, everything: bool = False) -> str:
         """What the newest tokens add to the text; nothing while the last character may be unfinished.

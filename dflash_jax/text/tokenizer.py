@@ -1,8 +1,9 @@
 """The boundary between strings and token ids: `tokenizer.json`, chat templates, end tokens."""
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import tokenizers
 
@@ -11,6 +12,7 @@ from dflash_jax.errors import ConfigError, PromptError, TokenizerError
 from dflash_jax.text.backend import named_errors, read_backend
 from dflash_jax.text.chat_template import render
 from dflash_jax.text.special_tokens import MAX_ID, complete, is_id, named_tokens
+from dflash_jax.text.token_bytes import TokenBytes
 
 MAX_TEMPLATE_BYTES = 1 << 20
 MAX_END_TOKENS = 64
@@ -37,7 +39,7 @@ class Tokenizer:
     ):
         self.backend, self.template, self.special = backend, template, dict(special or {})
         self.tool_template = tool_template
-        self._silent: dict[int, bool] = {}
+        self._kinds: dict[int, Literal["text", "special", "unknown"]] = {}
 
     @classmethod
     def from_folder(cls, folder: Path) -> "Tokenizer | None":
@@ -82,16 +84,35 @@ class Tokenizer:
         with named_errors("the tokenizer fails on these token ids"):
             return self.backend.decode(list(ids), skip_special_tokens=not special)
 
+    @cached_property
+    def token_bytes(self) -> TokenBytes:
+        """Bytes of single tokens."""
+        return TokenBytes(self.backend)
+
+    @property
+    def joins_bytes(self) -> bool:
+        """Whether `decode` joins the bytes of tokens that are not silent; another decoder may regard a token's neighbors."""
+        return self.token_bytes.whole and type(self).decode is Tokenizer.decode
+
     def is_silent(self, token: int, *, special: bool = False) -> bool:
         """Whether a token is no text among any others: a special one, unless `special` are text, or one that no vocabulary has."""
-        if special:
-            return self.backend.id_to_token(token) is None
-        if (silent := self._silent.get(token)) is None:
-            # Alone, tokens such as a mark for a space may be empty as well.
+        if (kind := self._kinds.get(token)) is None:
             with named_errors(f"the tokenizer fails on token id {token}"):
-                special = bool(self.backend.decode([token], skip_special_tokens=False)) and not self.decode([token])
-                silent = self._silent[token] = special or self.backend.id_to_token(token) is None
-        return silent
+                kind = self._kinds[token] = self._kind(token)
+        return kind == "unknown" or (kind == "special" and not special)
+
+    def _kind(self, token: int) -> Literal["text", "special", "unknown"]:
+        name = self.backend.id_to_token(token)
+        if name is None:
+            return "unknown"
+        # One that decodes to nothing in any case, as a mark for a space may alone, is no special one.
+        hidden = name in self._special_names and bool(self.backend.decode([token], skip_special_tokens=False))
+        return "special" if hidden else "text"
+
+    @cached_property
+    def _special_names(self) -> frozenset[str]:
+        added = self.backend.get_added_tokens_decoder().values()
+        return frozenset(token.content for token in added if token.special)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], /, **options: Any) -> list[int]:
         """Token ids of messages through the chat template, ready for the answer.

@@ -119,6 +119,7 @@ def test_order_of_requests_does_not_matter(kind) -> None:
         np.testing.assert_allclose(moved, there, rtol=0, atol=2e-6)
 
 
+@pytest.mark.few("fp8")
 @KINDS
 def test_an_all_zero_token(kind) -> None:
     batch = batch_in(kind, context=[9, 4], queries=[3, 2])
@@ -233,6 +234,7 @@ def largest_seen(config, texts) -> list[np.ndarray]:
     return [np.max([np.asarray(row[i]) for row in found], axis=0) for i in range(config.num_layers)]
 
 
+@pytest.mark.few("heads")
 @pytest.mark.parametrize("config", [GQA, MLA], ids=["heads", "latent"])
 def test_scales_are_the_smallest_powers_of_two_that_leave_room(config) -> None:
     texts = [[3, 9, 1, 14, 50], [8, 8]]
@@ -274,6 +276,7 @@ def test_a_model_of_zeros_gets_scales_of_one() -> None:
     assert [float(scale) for scale in calibrate(MLA, zeros, [[1, 2, 3]]).k] == [1.0, 1.0]
 
 
+@pytest.mark.few("config1-fp8_packed")
 @pytest.mark.parametrize(("config", "cache_dtype"), [(GQA, "fp8"), (MLA, "fp8_packed")])
 def test_logits_stay_close_to_the_unquantised_models(config, cache_dtype) -> None:
     """A whole model, prompt in two parts and one token after it: near the dense model, and the same however the prompt is cut."""

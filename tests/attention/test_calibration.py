@@ -47,6 +47,7 @@ def first_values(params: dict[str, jax.Array]) -> np.ndarray:
     return (x @ np.asarray(params[PROJECTION[GQA]], np.float64)[-2 * 8 :].T).reshape(len(x), 2, 8)
 
 
+@pytest.mark.few("heads")
 @pytest.mark.parametrize("config", [GQA, MLA], ids=["heads", "latent"])
 def test_tokens_that_pad_a_text_are_not_counted(config) -> None:
     params = params_with_a_loud_token(config)

@@ -108,6 +108,7 @@ def test_several_groups_agree_with_float64(options: dict[str, Any]) -> None:
     assert np.abs(cascaded(case, swapped)[0] - true_out).max() > 0.1
 
 
+@pytest.mark.few("4")
 @pytest.mark.parametrize("groups", [1, 2, 4, 9])
 def test_groups_of_any_number_and_size(groups: int) -> None:
     """Drawn members and pages, ragged sizes, groups of one sequence and of none, NaN wherever nobody may look."""
@@ -127,6 +128,7 @@ def test_groups_of_any_number_and_size(groups: int) -> None:
         np.testing.assert_allclose(lse, true_lse, rtol=4e-6, atol=4e-6)
 
 
+@pytest.mark.few("int8")
 @pytest.mark.parametrize("stored", [ml_dtypes.float8_e4m3fn, np.int8], ids=["fp8", "int8"])
 def test_several_groups_in_eight_bits(stored: Any) -> None:
     case, shared = case_of_groups(stored=stored)
@@ -177,6 +179,7 @@ def test_pages_in_eight_bits(stored: Any) -> None:
     np.testing.assert_allclose(cascaded(case)[0], oracle(case)[0], rtol=0, atol=2e-5)
 
 
+@pytest.mark.few
 def test_half_precision_costs_one_more_rounding_of_each_part() -> None:
     case = case_with_shared_pages(dtype=ml_dtypes.bfloat16)
     true, _ = oracle(case)
@@ -216,6 +219,7 @@ def test_real_sizes_on_a_gpu(name: str, t: int) -> None:
     assert not out[true == 0].any()
 
 
+@pytest.mark.few
 def test_both_parts_are_kernels_on_an_h200() -> None:
     pool = jax.ShapeDtypeStruct((99, 8, 64, 128), jnp.bfloat16)
     table, numbers = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((8, 64), (8,)))

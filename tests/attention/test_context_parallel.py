@@ -100,6 +100,7 @@ def gather_from_ranks(
     return gathered
 
 
+@pytest.mark.few("2-3")
 @pytest.mark.parametrize(("ranks", "interleave"), [(2, 1), (4, 1), (8, 1), (2, 3)])
 def test_gathered_context_equals_the_undivided(ranks: int, interleave: int) -> None:
     context = LENGTHS

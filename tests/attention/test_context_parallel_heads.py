@@ -16,7 +16,7 @@ LENGTHS = np.arange(41)
 SINKS = np.linspace(-1, 2, 4, dtype=np.float32)
 
 
-@pytest.mark.few("plain-2-1", "sinks-8-1", "sinks-4-3")
+@pytest.mark.few("sinks-4-3")
 @pytest.mark.parametrize(("ranks", "interleave"), [(2, 1), (4, 1), (8, 1), (2, 16), (4, 3)])
 @pytest.mark.parametrize("sinks", [None, SINKS], ids=["plain", "sinks"])
 def test_ranks_together_equal_the_undivided(ranks: int, interleave: int, sinks: np.ndarray | None) -> None:

@@ -69,6 +69,7 @@ def expected(batch: Batch, *, absorbed: bool) -> np.ndarray:
 FORMS = pytest.mark.parametrize("form", [None, LatentForm(0, 24)], ids=["absorbed", "chunked"])
 
 
+@pytest.mark.few("absorbed")
 @FORMS
 def test_attention_is_that_of_the_rounded_numbers(form: LatentForm | None) -> None:
     """Of float32 queries one in some thousands lies so near a border that it may go to either side."""

@@ -90,6 +90,7 @@ def test_every_known_failure_has_its_tests(failure: str) -> None:
         assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, f"{path}::{name}"
 
 
+@pytest.mark.few("chunked")
 @pytest.mark.parametrize("form", [None, LatentForm(0, 24)], ids=["absorbed", "chunked"])
 def test_padding_does_not_reach_quantised_outputs(form: LatentForm | None) -> None:
     """The layer's output, quantised three ways: garbage in padding rows changes no byte of any row, and they are zeros."""

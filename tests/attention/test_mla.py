@@ -59,6 +59,7 @@ def test_new_rows_are_in_the_pages_and_nothing_else_changed(form: LatentForm | N
     np.testing.assert_array_equal(pages, expected)
 
 
+@pytest.mark.few("0-float64", "1-float32")
 @pytest.mark.parametrize("dtype", [np.float64, np.float32], ids=["float64", "float32"])
 @pytest.mark.parametrize("seed", range(2))
 def test_absorbed_equals_expanded(seed: int, dtype: type) -> None:

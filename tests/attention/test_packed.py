@@ -78,7 +78,7 @@ def prepared() -> tuple[Pages, np.ndarray]:
     return pages, table
 
 
-@pytest.mark.few("mixed", "all-expanded")
+@pytest.mark.few("mixed")
 @pytest.mark.parametrize(
     ("order", "options"),
     [

@@ -151,6 +151,7 @@ def rows_of(pool: np.ndarray, pages: np.ndarray, count: int) -> np.ndarray:
     return np.swapaxes(pool[pages], 1, 2).reshape(-1, pool.shape[1], pool.shape[3])[:count]
 
 
+@pytest.mark.few("5-fp8", "8-int8", "11-float32", "1-fp8")
 @pytest.mark.parametrize("stored", [None, ml_dtypes.float8_e4m3fn, np.int8], ids=["float32", "fp8", "int8"])
 @pytest.mark.parametrize("count", [1, 5, 8, 11])
 def test_any_number_in_pages_of_any_format(count: int, stored: Any) -> None:

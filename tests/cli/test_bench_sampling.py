@@ -11,6 +11,7 @@ from dflash_jax.bench.workload import synthetic
 from dflash_jax.cli.commands import main
 
 
+@pytest.mark.few
 def test_users_who_sample(target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The table says what was drawn from, rows hold all of it."""
     path = tmp_path / "figures.json"

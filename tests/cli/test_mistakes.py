@@ -111,7 +111,7 @@ sys.exit(main())
 """
 
 
-@pytest.mark.few("dflash_jax.cli.commands-True", "dflash_convert.command-False")
+@pytest.mark.few("dflash_convert.command-False")
 @pytest.mark.parametrize("swallowed", [False, True])
 @pytest.mark.parametrize("module", ["dflash_jax.cli.commands", "dflash_convert.command"])
 def test_interrupted_while_jax_is_imported(module, swallowed, target, tmp_path):
@@ -128,6 +128,7 @@ def test_an_import_that_fails_by_itself_is_not_called_an_interrupt(monkeypatch):
         main(["info"])
 
 
+@pytest.mark.few
 def test_reader_of_a_plan_that_leaves(target):
     """As `| head -1` does."""
     process = subprocess.Popen([*CONVERT, str(target), "--dry-run"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -193,7 +194,7 @@ def test_errors_of_orbax_that_are_not_the_systems_stay_what_they_are():
         fail("something else")
 
 
-@pytest.mark.few(">&--False", "<&- >&- 2>&--False")
+@pytest.mark.few("<&- >&- 2>&-*")
 @pytest.mark.parametrize(
     ("redirection", "out"), [("<&-", True), ("2>&-", True), (">&-", False), ("<&- >&- 2>&-", False)]
 )

@@ -94,6 +94,7 @@ def test_interrupted(hf, number, told):
     assert not list(hf.root.glob("out*"))
 
 
+@pytest.mark.few
 def test_a_hangup_that_is_ignored_ends_nothing(hf):
     """As `nohup` has it."""
     source, output = hf.qwen3(hidden_size=256, vocab_size=8192, intermediate_size=1024), hf.root / "out"

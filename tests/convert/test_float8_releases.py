@@ -87,6 +87,7 @@ def check_every_number(folder: Path, exact: dict[str, np.ndarray], dtype: str) -
     assert found.keys() == exact.keys()
 
 
+@pytest.mark.few("*-float32")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize(
     "config", [{}, MIXTURE, NEXT, STACKED, DEEPSEEK], ids=["dense", "experts", "grouped rows", "stacked", "latent"]

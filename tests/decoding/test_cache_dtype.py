@@ -137,6 +137,7 @@ def test_no_layer_and_no_side_is_left_out(wanted) -> None:
         inspect.unwrap(check_cache_dtype)(target_config(), wanted)
 
 
+@pytest.mark.few
 def test_pages_in_float8_e5m2(make_pair, make_prompts) -> None:
     """Under vLLM's name, on scales of 1, for target and drafter: text is that of plain decoding."""
     assert LoadOptions(cache_dtype="fp8_e5m2", draft_cache_dtype="fp8_e5m2").cache_dtype == "fp8_e5m2"
@@ -153,6 +154,7 @@ def test_pages_in_float8_e5m2(make_pair, make_prompts) -> None:
         LoadOptions(cache_dtype="fp8_e5m2", calibration=TEXTS)
 
 
+@pytest.mark.few
 def test_layers_left_out_and_a_drafter_in_float8(make_pair, make_prompts) -> None:
     """Every second layer in int8 beside one in float32, the drafter's in float8: text is that of plain decoding."""
     target = target_config(windows=(64, None))
@@ -172,6 +174,7 @@ def test_layers_left_out_and_a_drafter_in_float8(make_pair, make_prompts) -> Non
     assert pair.run(prompts, params)[0] == pair.run(prompts, params, draft=False)[0]
 
 
+@pytest.mark.few("int8")
 @pytest.mark.parametrize("kind", ["fp8", "int8"])
 def test_scales_from_the_first_traffic(make_pair, make_prompts, kind) -> None:
     """They are what calibration finds on the first prompts, and texts those of an engine that had them from the beginning."""

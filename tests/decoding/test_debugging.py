@@ -7,7 +7,7 @@ import pytest
 from dflash_jax.sampling_params import SamplingParams
 
 
-@pytest.mark.few("debug_nans", "numpy_rank_promotion")
+@pytest.mark.few("numpy_rank_promotion")
 @pytest.mark.parametrize("setting", ["debug_nans", "debug_infs", "numpy_rank_promotion"])
 def test_requests_run_under_every_setting(pair, make_pair, make_prompts, setting):
     prompts = make_prompts((5, 21))

@@ -41,6 +41,7 @@ def exact(make_pair):
     return make_pair(edit=sixteen_bits, **EXACT)
 
 
+@pytest.mark.few("sampled")
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED, FILTERED], ids=["greedy", "sampled", "filtered"])
 def test_drafted_is_plain_alone_is_in_company(exact, make_prompts, params):
     prompts = make_prompts(LENGTHS)
@@ -82,6 +83,7 @@ def test_who_drafts_runs_beside_who_does_not(exact, make_prompts):
     assert list(found.values()) == alone
 
 
+@pytest.mark.few
 def test_lost_pages_give_nothing_twice(make_pair, exact, make_prompts):
     """A request that lost its pages begins again, and what it had given out is not given out again."""
     prompts = make_prompts((40, 33, 20, 50))
@@ -113,6 +115,7 @@ def test_an_interrupt_gives_nothing_twice(exact, make_prompts, monkeypatch):
     assert taken == whole
 
 
+@pytest.mark.few
 def test_penalties_are_in_batches_of_their_own(exact, make_prompts):
     """Each text is the one it has alone, and all come to an end."""
     prompts = make_prompts((20, 7, 40))
@@ -122,6 +125,7 @@ def test_penalties_are_in_batches_of_their_own(exact, make_prompts):
     assert together[1:2] == exact.run(prompts[1:2], each[1:2], draft=False)[0]
 
 
+@pytest.mark.few
 def test_warming_up_leaves_nothing_to_compile(make_pair, make_prompts):
     pair = make_pair(edit=sixteen_bits, **EXACT | {"max_batch": 2})
     setups = dict.fromkeys(pair.engine.setup(mode="greedy", draft=draft) for draft in (True, False))
@@ -148,6 +152,7 @@ def test_pages_of_prompts_alone_are_found(exact, make_prompts):
     assert texts[0] == texts[1]
 
 
+@pytest.mark.few
 def test_shapes_that_vary_are_caught(make_pair, make_prompts, monkeypatch):
     """Of products whose sums depend on how many rows there are, as a GPU's do, one shape keeps the texts, and several do not."""
     product = layers.linear

@@ -118,7 +118,7 @@ def _run(setup: Setup, config: HeadConfig, own: bool, wrong: Wrong, request: Any
     return carry[2][:, :PLACES], first.mean()
 
 
-@pytest.mark.few("selector-*top_k*", "rnn*", "xpress*", "lilicorr*", "domino*")
+@pytest.mark.few("selector-*", "domino-*")
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [
@@ -144,6 +144,7 @@ def of_the_place_before(law: Law, block: Block) -> Law:
     return Law(jnp.roll(law.logits, 1, axis=1), law.tokens)
 
 
+@pytest.mark.few("base")
 @pytest.mark.parametrize(
     ("name", "wrong"), [("selector", of_the_base), ("vanilla", of_the_place_before)], ids=["base", "place"]
 )

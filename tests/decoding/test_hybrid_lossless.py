@@ -43,7 +43,7 @@ def counts_of(rows: list[list[int]]) -> set[int]:
     return set(np.concatenate(rows).tolist())
 
 
-@pytest.mark.few("dense-greedy", "moe-sampled")
+@pytest.mark.few("moe-sampled")
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_same_tokens_with_and_without_drafting(hybrid: Pair, params: SamplingParams) -> None:
     prompts = random_prompts(LENGTHS)
@@ -74,6 +74,7 @@ def test_alone_as_in_a_batch_and_as_the_dense_model_says(hybrid: Pair) -> None:
         assert np.asarray(row)[len(prompt) - 1 :][:24].tolist() == tokens
 
 
+@pytest.mark.few
 def test_greedy_texts_whatever_number_of_proposals_stands(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each cycle's proposals are the text that comes, wrong from a place on that changes from cycle to cycle: 1 to 16 tokens stand.
     `HYBRID_TEXTS` prompts of 64 tokens each, some alone and all in ragged batches."""
@@ -137,6 +138,7 @@ def test_a_request_that_loses_its_pages_is_prefilled_again(hybrid: Pair) -> None
     assert [[t for update in updates if update.index == i for t in update.tokens] for i in range(3)] == expected
 
 
+@pytest.mark.few("moe")
 def test_no_page_is_shared(hybrid: Pair) -> None:
     """A page without the state at its end is no beginning of another prompt."""
     prompt = random_prompts((80,))[0]

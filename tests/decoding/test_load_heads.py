@@ -119,6 +119,7 @@ def test_keys_tell_what_it_is(kind: str) -> None:
         DFlashConfig.from_hf(ZLAB | {"dflash_config": TAPS}, names)
 
 
+@pytest.mark.few("dflash2*", "lilicorr", "xpress", "dspark", "domino")
 @pytest.mark.filterwarnings("ignore:the drafter's tokens are hardly ever accepted")  # which begins after 200 cycles
 @pytest.mark.parametrize(
     "kind", ["dflash2 of speculators", "dspark", "gated dspark", "rnn dspark", "xpress", "lilicorr", "domino"]
@@ -129,6 +130,7 @@ def test_it_drafts_what_the_target_says(tmp_path: Path, target: Path, plain: lis
     assert [one.token_ids for one in found] == plain
 
 
+@pytest.mark.few("gated dspark")
 @pytest.mark.parametrize("kind", ["dflash2 of speculators", "gated dspark", "lilicorr"])
 def test_it_is_converted_there_and_back(tmp_path: Path, kind: str) -> None:
     """Every tensor comes back under its name with its bits, and our own form of the configuration is the same."""

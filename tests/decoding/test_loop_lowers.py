@@ -51,6 +51,7 @@ def test_loop_lowers(make_pair, kind, draft, window):
     assert set(calls) == ({CALLS[kind]} if HAS_JAX_TRITON or kind == "NVIDIA H200" else set())
 
 
+@pytest.mark.few("groups")
 @pytest.mark.parametrize("form", ["group", "groups"])
 def test_a_loop_that_reads_shared_pages_once_stays_one_graph(form):
     """No branch and no sort, which a CUDA graph lacks, though who shares what is found out in the program."""
@@ -65,6 +66,7 @@ def test_a_loop_that_reads_shared_pages_once_stays_one_graph(form):
     assert text.count("custom_call @mosaic_gpu_v2") >= 2
 
 
+@pytest.mark.few("True")
 @pytest.mark.parametrize("sampling", [False, True])
 def test_a_loop_with_grammars_as_tables_stays_one_graph(sampling):
     """No branch and no sort, which a CUDA graph lacks, and nobody asks the host."""
@@ -106,6 +108,7 @@ def test_a_sparse_targets_loop_has_no_branch_and_unpacks_no_pages(kernels, monke
     assert not re.search(r"tensor<(256|128|2x64)x(1x)?64x576x", text)
 
 
+@pytest.mark.few
 def test_pieces_of_one_prompt_attend_after_all_are_written(monkeypatch):
     """Where one operation would write and attend for rows as many and as short, as it does for sequences that are not related."""
     target = target_config(hidden_size=2560, intermediate_size=9728, num_heads=32, num_kv_heads=8, head_dim=128)
@@ -125,7 +128,7 @@ def test_pieces_of_one_prompt_attend_after_all_are_written(monkeypatch):
     assert "qkv_attention" in lowered()
 
 
-@pytest.mark.few("greedy-argmax", "sampled-shared_noise", "full-rejection")
+@pytest.mark.few("full-rejection")
 @pytest.mark.parametrize("proposals", get_args(Proposals))
 @pytest.mark.parametrize("mode", get_args(Mode))
 def test_64_bits_change_nothing(pair, mode, proposals):

@@ -16,7 +16,7 @@ def spread_embedding(weights):
             weights["draft"][name] = weights["draft"][name] * 0.0
 
 
-@pytest.mark.few("alone", "filtered")
+@pytest.mark.few("filtered")
 @pytest.mark.parametrize(
     ("batch", "params"),
     [
@@ -44,6 +44,7 @@ def test_alone_equals_in_a_batch(pair, make_prompts):
     assert together == [pair.run([prompt])[0][0] for prompt in prompts]
 
 
+@pytest.mark.few
 def test_each_request_of_a_batch_has_its_own_parameters(pair, make_prompts):
     """Whatever the others ask for, each has the text that it has alone."""
     prompts = make_prompts((25,)) * 8
@@ -87,6 +88,7 @@ def test_always_wrong_drafter(make_pair, make_prompts, make_config):
     assert set(np.concatenate(counts).tolist()) == {1}
 
 
+@pytest.mark.few("argmax")
 @pytest.mark.parametrize("proposals", ["argmax", "rejection"])
 def test_other_proposals(make_pair, make_prompts, proposals):
     """Argmax proposals keep a seed's text; rejection keeps greedy texts (its sampled law is tested with the acceptors)."""
@@ -98,7 +100,7 @@ def test_other_proposals(make_pair, make_prompts, proposals):
     assert all(drafted[i] == plain[i] for i in kept)
 
 
-@pytest.mark.few("windows", "target_layer_ids")
+@pytest.mark.few
 @pytest.mark.parametrize(
     "changes",
     [
@@ -117,13 +119,14 @@ def test_drafter_variants(pair, make_pair, make_prompts, make_config, changes):
     assert make_pair(draft=make_config[1](**changes)).run(prompts)[0] == pair.run(prompts, draft=False)[0]
 
 
+@pytest.mark.few
 def test_sliding_target(make_pair, make_prompts, make_config):
     pair = make_pair(make_config[0](num_layers=3, windows=(None, 6, 20)))
     prompts = make_prompts((9, 33))
     assert pair.run(prompts)[0] == pair.run(prompts, draft=False)[0]
 
 
-@pytest.mark.few("4")
+@pytest.mark.few
 @pytest.mark.parametrize("page_size", [4, 64])
 def test_page_size_does_not_matter(pair, make_pair, make_prompts, page_size):
     prompts = make_prompts((9, 33, 70))

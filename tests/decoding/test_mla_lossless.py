@@ -128,6 +128,7 @@ def test_greedy_text_is_the_dense_models_argmax(plain) -> None:
         assert row[len(prompt) - 1 :][:24].tolist() == tokens
 
 
+@pytest.mark.few("sampled")
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_same_tokens_with_and_without_drafting(engine, params) -> None:
     drafted, counts = run(engine, prompts(), params)
@@ -148,6 +149,7 @@ def test_greedy_proposals_that_stand(engine, monkeypatch) -> None:
     assert {1, 2, 3} <= set(np.concatenate(counts).tolist())
 
 
+@pytest.mark.few
 def test_alone_equals_in_a_batch(engine) -> None:
     texts = prompts()
     together, _ = run(engine, texts)
@@ -155,6 +157,7 @@ def test_alone_equals_in_a_batch(engine) -> None:
     assert run(engine, texts[::-1])[0] == together[::-1]
 
 
+@pytest.mark.few("absorbed")
 @pytest.mark.parametrize(
     "changes",
     [{"latent_form": ABSORBED}, {"max_chunk": 16, "page_size": 64, "latent_form": LatentForm(expand_above=0)}],
@@ -209,6 +212,7 @@ def test_pools_are_never_copied(engine, plain) -> None:
         assert not copy.findall(text), name
 
 
+@pytest.mark.few
 def test_a_pair_of_checkpoints_through_load_and_generate(tmp_path) -> None:
     """Two Hugging Face folders, a sampled and a greedy prompt longer than a chunk and one of a single token."""
     target = {

@@ -126,6 +126,7 @@ def test_logits_of_sixteen_bits(dtype: str) -> None:
     np.testing.assert_array_equal(results[0], wide)
 
 
+@pytest.mark.few
 def test_gpus_find_more_bits_with_each_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = jnp.asarray(np.random.default_rng(3).normal(size=(6, 2, 700)) * 4, jnp.float32).astype(jnp.bfloat16)
     request = requests(
@@ -191,6 +192,7 @@ def test_top_p_of_one_keeps_every_token() -> None:
     assert np.isfinite(np.asarray(result)).all()
 
 
+@pytest.mark.few("1e-40-full", "1e-30-sampled")
 @pytest.mark.parametrize("mode", ["sampled", "full"])
 @pytest.mark.parametrize("temperature", [1e-4, 1e-30, 1e-37, 1e-40, 1e-60])
 def test_ever_lower_temperatures_end_at_the_greedy_choice(temperature: float, mode: Any) -> None:
@@ -268,6 +270,7 @@ def test_noise_is_gumbel() -> None:
     assert p_value(bins, np.full(64, 1 / 64)) > 1e-3
 
 
+@pytest.mark.few
 def test_the_same_request_draws_the_same_token_in_any_row() -> None:
     rng = np.random.default_rng(5)
     logits = jnp.asarray(rng.normal(size=(1, 8, 30)), jnp.float32)

@@ -184,7 +184,7 @@ def judge(acceptor: Acceptor, proposals: str, parameters: dict[str, Any]) -> tup
     return p_value(count(text, VOCAB), joint_law(parameters)), float(accepted.mean())
 
 
-@pytest.mark.few("shared_noise-temperature", "argmax-filters", "rejection-filters", "independent-matching-temperature")
+@pytest.mark.few("rejection-filters", "shared_noise-temperature", "independent-matching-temperature")
 @pytest.mark.parametrize("parameters", [PLAIN, FULL], ids=["temperature", "filters"])
 @pytest.mark.parametrize(
     ("proposals", "acceptor"),
@@ -203,12 +203,14 @@ def test_a_block_of_which_part_is_verified_has_the_targets_law() -> None:
     assert 0.1 < accepted < 0.5  # of eight rows four proposals are verified
 
 
+@pytest.mark.few
 def test_shared_noise_and_rejection_accept_more_than_guessing() -> None:
     kinds = {"shared_noise": matching, "rejection": rejection}
     guessing = judge(matching, "rejection", PLAIN)[1]
     assert all(judge(acceptor, kind, PLAIN)[1] > guessing + 0.1 for kind, acceptor in kinds.items())
 
 
+@pytest.mark.few
 def test_a_seeds_text_does_not_depend_on_the_proposals() -> None:
     texts = [drafted_text(matching, kind, PLAIN)[0] for kind in ("shared_noise", "argmax", "rejection")]
     np.testing.assert_array_equal(texts[0], texts[1])
@@ -266,6 +268,7 @@ def cut_by_the_drawn_token(proposals, chosen, drafted, logits, positions, reques
     return accept_rejection(proposals, Law(drafted), logits, positions, request, lengths)
 
 
+@pytest.mark.few("no_residual", "argmax_by_ratio", "row_late", "top_two")
 @pytest.mark.parametrize(
     ("proposals", "acceptor"),
     [

@@ -70,6 +70,7 @@ def test_bad_params_are_named_errors(params, came):
         checked(params, 1)
 
 
+@pytest.mark.few
 def test_sampled_text_is_the_seeds_own(model, prompts):
     params = [dj.SamplingParams(max_tokens=64, temperature=1.0, top_p=0.95, seed=i, ignore_eos=True) for i in range(8)]
     drafted, plain = (dj.generate(model, prompts[:8], params, draft=draft) for draft in (True, False))
@@ -113,6 +114,7 @@ def test_completion_tells_what_happened(model, prompts):
     assert stats.tokens_per_s == pytest.approx(49 / stats.decode_s)
 
 
+@pytest.mark.few
 def test_one_in_one_out_list_in_list_out(model, prompts):
     params = dj.SamplingParams(max_tokens=4)
     one = dj.generate(model, prompts[0], params)

@@ -35,7 +35,7 @@ def plain(model, prompts) -> list[tuple[int, ...]]:
     return [row.token_ids for row in dj.generate(model, prompts, PARAMS, draft=False)]
 
 
-@pytest.mark.few("always wrong")
+@pytest.mark.few
 @pytest.mark.parametrize("kind", ["random", "always wrong"])
 def test_greedy_text_does_not_depend_on_the_drafter(model, prompts, plain, kind, all_cases):
     """In ragged batches. The wrong drafter proposes only the mask id, which the target never emits."""

@@ -1,8 +1,10 @@
 """Cycles that are started before the results of the ones before are looked at: the same tokens, and no page is lost."""
 
 import itertools
+import sys
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -257,6 +259,86 @@ def test_the_latest_next_call(pair, monkeypatch):
     assert queued.latest == 0
 
 
+def test_prompts_and_cycles_between_two_looks_last_alike(pair, monkeypatch):
+    """What a token of a prompt takes is known from the last ones: so many go between two calls for cycles, and these are fewer."""
+    queued, now = scheduler.InFlight(pair.engine), [0.0]
+    monkeypatch.setattr(pair.engine.programs, "compile_s", 0.0)
+    monkeypatch.setattr(scheduler.time, "perf_counter", lambda: now[0])
+    assert (queued.few_behind(10_000), queued.tokens_of_few) == (2, sys.maxsize)
+    call = finished_call(pair, started=10.0, compiled=0.0, returned=10.1)
+    queued.compute(400)
+    queued.compute(600)
+    queued.add(scheduler.PrefillResult([], call.emitted, logprobs=False, started=8.0))
+    queued.add(call)
+    now[0] = 10.0
+    queued.first_seconds(queued.take())  # 1,000 tokens in 2 seconds
+    now[0] = 14.0
+    assert queued.seconds(queued.take(), 2.0) == 4.0  # of 4 cycles
+    assert queued.tokens_of_few == 1000  # as long as 2 cycles
+    assert [queued.few_behind(tokens) for tokens in (0, 200, 500, 3000)] == [2, 2, 1, 1]
+    queued.compute(1000)
+    queued.add(scheduler.PrefillResult([], call.emitted, logprobs=False, started=14.0))
+    assert queued.latest == pytest.approx(14 + 0.7 * 2)
+    queued.take()
+    queued.compute(500)
+    queued.add(call)
+    assert queued.latest == pytest.approx(14 + 0.7 * (1 + 4))
+    now[0] = 19.0  # the prompts' second is none of the cycles
+    queued.seconds(queued.take(), 2.0)
+    queued.add(call)
+    assert queued.latest == pytest.approx(19 + 0.7 * 4)
+
+
+@pytest.mark.parametrize(("there", "goes"), [("compiled", True), ("missing", False)])
+def test_a_wider_table_goes_behind_where_its_program_is_there(eager, make_prompts, monkeypatch, there, goes):
+    """Else what is in flight is looked at first."""
+    seen, add = [], scheduler.InFlight.add
+
+    def added(self, item):
+        if isinstance(item, scheduler.DecodeCall):
+            seen.append((item.width, bool(self.calls)))
+        add(self, item)
+
+    monkeypatch.setattr(eager.engine, "program_status", lambda *_: there)
+    monkeypatch.setattr(eager.engine, "buckets", replace(eager.engine.buckets, width=(6, 12)))
+    monkeypatch.setattr(scheduler.InFlight, "add", added)
+    request = Request(0, tuple(make_prompts([40])[0]), SamplingParams(max_tokens=90, ignore_eos=True))
+    for _ in eager.engine.run([request], cycles=2):
+        pass
+    (behind,) = [ahead for (before, _), (width, ahead) in itertools.pairwise(seen) if width > before]
+    assert behind is goes
+    eager.assert_free()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_who_has_ended_is_told_first(eager, make_prompts, monkeypatch, late):
+    """With `late_dispatch`, where nothing long is in flight, the others are told once the device has its next call."""
+    told, call = [], eager.engine.programs.call
+    monkeypatch.setattr(eager.engine, "late_dispatch", late)
+    monkeypatch.setattr(scheduler.Scheduler, "_hurries", lambda self, batch: batch.core.late_dispatch)
+
+    def called(function, *args):
+        told.append(function.__name__)
+        return call(function, *args)
+
+    monkeypatch.setattr(eager.engine.programs, "call", called)
+    engine = eager.engine.scheduler
+    tickets = engine.tickets(2)
+    requests = [
+        Request(i, tuple(prompt), SamplingParams(max_tokens=most, ignore_eos=True))
+        for i, (prompt, most) in enumerate(zip(make_prompts([5, 9]), (40, 20), strict=True))
+    ]
+    sink = lambda ticket, update: told.append((tickets.index(ticket), update.finish_reason, len(update.tokens)))  # noqa: E731
+    engine.submit_all(dict(zip(tickets, requests, strict=True)), sink, draft=True, cycles=2, slots=2)
+    while engine.step():
+        pass
+    engine.step()  # gives up the batch
+    end = next(i for i, one in enumerate(told) if one[:2] == (1, "length"))
+    assert told[end + 1] == "loop" if late else told[end + 1][0] == 0
+    assert [sum(one[2] for one in told if one[0] == i) for i in (0, 1)] == [40, 20]
+    eager.assert_free()
+
+
 def test_who_follows_a_request_that_ended_is_in_the_next_call(eager, make_prompts, monkeypatch):
     """With `late_dispatch` the next call is made once the follower is there."""
     prompts, lengths = make_prompts([5, 9, 7]), (9, 21, 21)
@@ -292,6 +374,7 @@ def test_who_follows_a_request_that_ended_is_in_the_next_call(eager, make_prompt
         submit(index)
     while engine.step():
         pass
+    engine.step()  # gives up the batch
     assert seen[0][0] == "prompt"
     assert time.perf_counter() < began + 60
     assert list(tokens.values()) == whole

@@ -191,6 +191,7 @@ def _with_nan(pages, unused):
     return jax.tree.map(lambda pool: jnp.where(unused[:, None, None, None], jnp.nan, pool), pages)
 
 
+@pytest.mark.few("False")
 @pytest.mark.parametrize("draft", [True, False])
 def test_texts_of_several_groups_are_those_of_requests_alone(pair, grouped, shared, draft: bool) -> None:
     """Groups that come and go, with members that end: one program for all, which tells them apart by what it is given."""

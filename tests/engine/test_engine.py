@@ -139,6 +139,7 @@ def test_added_requests_bring_what_they_need(pair, make_prompts):
     assert len(logprobs) == 20
 
 
+@pytest.mark.few
 def test_programs_serve_what_runs(make_pair, make_prompts):
     """A request that asks for more leaves: where the simple program is compiled it is taken again, else the other one goes on."""
     prompts = make_prompts((12, 30))
@@ -234,6 +235,7 @@ def test_seed_repeats_and_none_does_not(pair, make_prompts):
     assert pair.run(prompts, free)[0] != pair.run(prompts, free)[0]
 
 
+@pytest.mark.few
 def test_no_compilation_after_warmup(make_pair, make_prompts):
     """Some 50 random prompt lengths, in batches, greedy with drafting and sampled without: nothing is compiled."""
     pair = make_pair(max_batch=2, max_model_len=160, max_chunk=64)

@@ -138,6 +138,7 @@ atexit.register(lambda: print(len(ended)))
 """
 
 
+@pytest.mark.few
 def test_programs_that_have_not_begun_keep_no_process_waiting():
     """A daemon thread warms up as Python ends: what is being compiled is waited for, not the ninety-six behind it."""
     ended = subprocess.run([sys.executable, "-c", WARMING], capture_output=True, text=True, timeout=300, check=False)

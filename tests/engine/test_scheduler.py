@@ -368,6 +368,7 @@ def test_an_engine_that_nobody_has_is_gone_at_once(make_pair, make_prompts):
         gc.enable()
 
 
+@pytest.mark.few
 def test_generate_and_stream_from_three_threads():
     """With the pair that ships, and its texts."""
     model = dj.load(dtype="float32", max_batch=4, max_model_len=128)

@@ -152,6 +152,7 @@ def test_pages_without_a_snapshot_and_snapshots_without_pages_are_no_hit(pair: P
     assert served(pair, [prompt])[3] == [80]
 
 
+@pytest.mark.few
 def test_more_prompts_than_snapshots(pair: Pair) -> None:
     """The pool holds four: the one used longest ago is given up, and a shorter hit is a hit."""
     engine = pair.engine
@@ -215,6 +216,7 @@ def test_a_prompt_that_is_cancelled_on_its_way_leaves_what_it_has_come_to(pair: 
     assert_alike(found, expected)
 
 
+@pytest.mark.few
 def test_more_slots_while_prompts_go_on_from_snapshots(pair: Pair) -> None:
     """Slots are added and taken while one is at its prompt: states move with their sequences."""
     engine, prompts = pair.engine, families(50, (10, 11, 12), seed=11)

@@ -93,7 +93,7 @@ def test_each_as_it_asks_for(pair, make_prompts, calls):
     pair.assert_free()
 
 
-@pytest.mark.few("pages-True", "int8 pages-False")
+@pytest.mark.few("int8 pages-False")
 @pytest.mark.parametrize("draft", [True, False])
 @pytest.mark.parametrize("options", [{}, {"cache_dtype": "int8"}], ids=["pages", "int8 pages"])
 def test_the_same_text_and_acceptance_as_alone(make_pair, make_prompts, monkeypatch, draft, options):
@@ -170,6 +170,7 @@ def test_cancelled_among_others(pair, make_prompts, victim, when):
     pair.assert_free()
 
 
+@pytest.mark.few
 def test_what_lost_its_slot_is_prefilled_with_others(make_pair, make_prompts, monkeypatch):
     """It emits nothing a second time and goes on where it was, beside one whose first token comes."""
     pair = make_pair(page_size=4, num_pages=40, max_batch=4)
@@ -187,6 +188,7 @@ def test_what_lost_its_slot_is_prefilled_with_others(make_pair, make_prompts, mo
     pair.assert_free()
 
 
+@pytest.mark.few
 def test_pieces_are_what_a_chunk_is(pair, make_prompts):
     """Logits and pages of a prompt in rows among those of another one: as in one row. Rows without tokens change nothing."""
     engine = pair.engine
@@ -214,6 +216,7 @@ def test_pieces_are_what_a_chunk_is(pair, make_prompts):
             assert np.asarray(a[7]).any()
 
 
+@pytest.mark.few
 def test_long_prompts(make_pair, make_prompts, monkeypatch):
     """In pieces or in one row, up to the last token of a page table and past it: programs that warming up names, and logits of the
     target without pages."""

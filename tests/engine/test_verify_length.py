@@ -264,6 +264,7 @@ def test_lengths_that_load_refuses(length):
         choose_verify_length(None, "per_request")
 
 
+@pytest.mark.few
 def test_a_fixed_length_is_kept_and_texts_are_the_same():
     model = dj.load(dtype="float32", max_batch=1, max_model_len=128, verify_length=4)
     params = [

@@ -86,6 +86,7 @@ def _with_nan(pools, unused, named):
     return jax.tree.map(lambda pool: jnp.where(of(unused, pool), jnp.nan, pool), pools), jnp.any(jnp.array(bad))
 
 
+@pytest.mark.few
 def test_texts_are_those_of_an_engine_that_keeps_all_pages(pair, texts, owned) -> None:
     full, *windows = pair.engine.groups
     assert [(pool.group.reach, pool.group.target, pool.group.draft) for pool in (full, *windows)] == [
@@ -125,6 +126,7 @@ def test_what_is_found_ends_with_the_pages_of_a_window(pair, texts) -> None:
     assert found([branch]) == (first, 0)
 
 
+@pytest.mark.few
 def test_requests_that_lose_their_pages_or_are_cancelled(pair, texts) -> None:
     engine, longer = pair.engine, SamplingParams(max_tokens=70)
     prompts, found, taken = [PROMPTS[1], PROMPTS[0][:500]], {0: [], 1: []}, []
@@ -161,6 +163,7 @@ def test_layers_without_windows_read_shared_pages_once(pair, monkeypatch) -> Non
     assert any(pages is not None and pages.tolist() == [10, 10] for pages in shared)
 
 
+@pytest.mark.few("True")
 @pytest.mark.parametrize("ahead", [False, True])
 def test_random_schedules(pair, monkeypatch, ahead, all_cases) -> None:
     """Of prompts that begin alike, with pools that run out, cancellations and interrupts."""

@@ -140,6 +140,7 @@ def test_a_product() -> None:
     np.testing.assert_array_equal(np.asarray(linear(x, in_column_blocks(weight))), np.asarray(linear(x, weight)))
 
 
+@pytest.mark.few("True")
 @pytest.mark.parametrize("fused", [False, True])
 def test_the_shipped_target(fused: bool) -> None:
     """Layers one by one and, in a cycle, products with what follows them: blocks have no other kernels."""

@@ -90,6 +90,7 @@ def product(*, by_rows: bool) -> Form:
     return rowwise(lambda call: {"x": numbers(call, depth, jnp.float32)}, run)
 
 
+@pytest.mark.few("product-by_rows-TB", "experts-by_arrival-")
 @pytest.mark.parametrize(
     ("make", "told", "free"), [(attention, "by_count", ""), (experts, "by_arrival", ""), (product, "by_rows", "TB")]
 )

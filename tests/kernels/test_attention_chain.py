@@ -88,7 +88,7 @@ def test_agrees_over_float8_pages(
     check(call, interpreted(call, causal=causal, **options), causal=causal)
 
 
-@pytest.mark.few("True")
+@pytest.mark.few
 @pytest.mark.parametrize("float8", [False, True])
 def test_agrees_where_heads_are_not_normed(float8: bool) -> None:
     """One of the two sequences is empty."""
@@ -114,7 +114,7 @@ def test_last_layer_projects_nothing() -> None:
     check(call, out)
 
 
-@pytest.mark.few("16-1-sizes1*", "2-8-*", "1-1-sizes4*")
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("tokens", "b", "sizes", "width", "float8", "count"),
     [

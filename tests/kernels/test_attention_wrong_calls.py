@@ -34,7 +34,7 @@ CALLS: dict[str, dict[str, Any]] = {
 MASKED = ("paged_attention", "ragged_attention", "ragged_paged_attention")
 
 
-@pytest.mark.few("paged_attention", "ragged_paged_attention")
+@pytest.mark.few("paged_attention")
 @pytest.mark.parametrize("op", MASKED)
 def test_numbers_of_any_width(op: str) -> None:
     """Windows past any sequence have no border, and NumPy's numbers make no result wider."""

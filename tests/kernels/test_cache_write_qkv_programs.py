@@ -28,6 +28,7 @@ LOWERED = {
 }  # fmt: skip
 
 
+@pytest.mark.few("half4", "int8", "head192")
 @pytest.mark.parametrize("name", LOWERED)
 def test_lowers_for_an_h200(name: str) -> None:
     """One launch, and every pool is its own output."""

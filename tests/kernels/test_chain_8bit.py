@@ -89,6 +89,7 @@ def test_with_attention() -> None:
     whole.check(wide, attention.interpreted(small, ctas=4))
 
 
+@pytest.mark.few("float8_e4m3fn")
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_definition(kind: Any) -> None:
     small, wide = narrowed(products.make(5, SMALL), kind)

@@ -91,6 +91,7 @@ def test_agrees_with_float64(form: Any, rows: int, features: int, depth: int) ->
     check(form, x, weight, launch(form, x, in_column_blocks(weight), multiprocessors=3, interpret=INTERPRET)[0])
 
 
+@pytest.mark.few("split_k")
 @pytest.mark.parametrize("form", FORMS)
 def test_gives_the_bits_of_rows_one_after_the_other(form: Any) -> None:
     x, weight = make(form, 128, 96, 256)
@@ -98,6 +99,7 @@ def test_gives_the_bits_of_rows_one_after_the_other(form: Any) -> None:
     same(*(launch(form, x, one, **how) for one in (in_column_blocks(weight), weight)))
 
 
+@pytest.mark.few
 def test_chains_give_the_bits_of_rows_one_after_the_other() -> None:
     call = chain.make(3, chain.ODD)
     same(*(chain.interpreted(one, 7) for one in (in_blocks(call), call)))
@@ -127,7 +129,7 @@ def test_schedule(rows: int, sizes: dict[str, tuple[int, int]]) -> None:
         assert 128 * made.stages * (made.tile_m + made.tile_w) + results <= SHARED_MEMORY
 
 
-@pytest.mark.few("sizes0-1", "sizes0-96", "sizes1-20", "sizes1-1024")
+@pytest.mark.few("sizes0-96")
 @pytest.mark.parametrize("rows", [1, 20, 32, 96, 128, 512, 1024])
 @pytest.mark.parametrize("sizes", [QWEN3_4B, QWEN3_8B])
 def test_lowers_for_an_h200(rows: int, sizes: dict[str, tuple[int, int]]) -> None:
@@ -143,7 +145,7 @@ def test_lowers_for_an_h200(rows: int, sizes: dict[str, tuple[int, int]]) -> Non
     assert custom_calls(run, x, qkv, gates, wide, down) == ["mosaic_gpu_v2"] * 4
 
 
-@pytest.mark.few("1")
+@pytest.mark.few
 @pytest.mark.parametrize("rows", [1, 16])
 def test_chains_lower_for_an_h200(rows: int) -> None:
     call = jax.eval_shape(lambda: in_blocks(chain.make(rows, chain.QWEN3_4B)))
@@ -198,6 +200,7 @@ def test_a_full_size_layer_in_one_launch() -> None:
     same(*(run(one) for one in (in_blocks(call), call)))
 
 
+@pytest.mark.few("24")
 @pytest.mark.parametrize("rows", [24, 512])
 def test_ends_in_the_stream(rows: int) -> None:
     """With many rows as well, where rows one after the other are left to XLA."""

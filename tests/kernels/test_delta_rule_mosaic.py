@@ -81,7 +81,7 @@ def check_step(arguments: tuple[Any, Any, Any], live: Any, shape: DeltaShape, fo
     jax.tree.map(lambda new, old: np.testing.assert_array_equal(new[~live], old[~live]), after, state)
 
 
-@pytest.mark.few("bfloat16")
+@pytest.mark.few
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bfloat16", "float32"])
 def test_step(dtype: Any) -> None:
     shape, live = DeltaShape(1, 2, 128, 128), jnp.array([True, False])
@@ -129,6 +129,7 @@ def test_prefill() -> None:
     check_prefill(arguments, pieces, shape, found)
 
 
+@pytest.mark.few
 def test_prefill_lowers_for_an_h200() -> None:
     shape = DeltaShape(16, 48, 128, 128)
     arguments, pieces = jax.eval_shape(functools.partial(prefill_call, shape, 512))
@@ -139,7 +140,7 @@ def test_prefill_lowers_for_an_h200() -> None:
     assert custom_calls(prefill, pieces, *arguments) == ["mosaic_gpu_v2", "mosaic_gpu_v2"]
 
 
-@pytest.mark.few("1")
+@pytest.mark.few
 @pytest.mark.parametrize("tokens", [1, 16])
 def test_lowers_for_an_h200(tokens: int) -> None:
     shape = DeltaShape(16, 48, 128, 128)  # Qwen3.5-27B

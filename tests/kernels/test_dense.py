@@ -69,7 +69,7 @@ def test_the_definitions(form: str, dtype: Any) -> None:
     np.testing.assert_allclose(whole(form, out), truth(form, x, weight), atol=1e-5 if dtype == jnp.float32 else 0.06)
 
 
-@pytest.mark.few("swiglu-128*", "split_k-256-96*", "store-192*")
+@pytest.mark.few("swiglu-128-88-640-tiles1", "split_k-256-96-256-tiles2")
 @pytest.mark.parametrize(
     ("form", "rows", "features", "depth", "tiles"),
     [
@@ -89,6 +89,7 @@ def test_agrees_with_float64(form: Any, rows: int, features: int, depth: int, ti
     check(form, x, weight, gemm(schedule, x, weight, interpret=INTERPRET)[0])
 
 
+@pytest.mark.few("3")
 @pytest.mark.parametrize("stages", [2, 3])
 def test_short_rings_run(stages: int) -> None:
     """Of two slots the second never becomes free before a third block has come: blocks must be asked for one at a time."""
@@ -98,6 +99,7 @@ def test_short_rings_run(stages: int) -> None:
     check("swiglu", x, weight, gemm(schedule, x, weight, interpret=INTERPRET)[0])
 
 
+@pytest.mark.few("store-32")
 @pytest.mark.parametrize(("form", "rows"), [("split_k", 128), ("store", 32), ("swiglu", 56), ("split_k", 40)])
 def test_the_plan_that_is_chosen_runs(form: Any, rows: int) -> None:
     """Fewer rows than a tile has are no copies of more."""
@@ -105,6 +107,7 @@ def test_the_plan_that_is_chosen_runs(form: Any, rows: int) -> None:
     check(form, x, weight, launch(form, x, weight, multiprocessors=4, interpret=INTERPRET)[0])
 
 
+@pytest.mark.few("split_k-384", "store-130")
 @pytest.mark.parametrize(("form", "live"), [("store", 0), ("store", 130), ("split_k", 5), ("split_k", 384)])
 def test_first_rows_are_those_of_all(form: Any, live: int) -> None:
     """Tiles of other rows are left out: the interpreter fills what nobody writes with NaN."""
@@ -175,6 +178,7 @@ def test_add_norm_scores(rows: int, experts: int) -> None:
     check_scores(call, scorer, add_norm_scores(*call, scorer, eps=EPS, implementation="xla"))
 
 
+@pytest.mark.few("512-sizes1")
 @pytest.mark.parametrize(("rows", "sizes"), [(128, QWEN3_4B), (512, QWEN3_8B)])
 def test_lowers_for_an_h200(rows: int, sizes: dict[str, tuple[int, int]]) -> None:
     """Every form at full size, through the public functions."""

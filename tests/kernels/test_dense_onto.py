@@ -66,7 +66,7 @@ def test_the_definition(dtype: Any) -> None:
         close(found, true, units)
 
 
-@pytest.mark.few("store-64*", "swiglu-512*")
+@pytest.mark.few("swiglu-512-96-256-how3")
 @pytest.mark.parametrize(
     ("form", "rows", "features", "depth", "how"),
     [
@@ -84,6 +84,7 @@ def test_agrees_with_float64(form: Any, rows: int, features: int, depth: int, ho
     check(form, arrays, gemm(schedule, *arrays, interpret=INTERPRET))
 
 
+@pytest.mark.few("False-True", "True-*")
 @pytest.mark.parametrize("zero_centered", [False, True])
 @pytest.mark.parametrize("straight", [False, True])
 def test_both_ways_into_the_stream(straight: bool, zero_centered: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,7 +119,7 @@ def test_the_definitions(form: str) -> None:
     np.testing.assert_allclose(np.asarray(wide), truth(form, *call), rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.few("swiglu-128*", "split_k*", "swiglu-33*")
+@pytest.mark.few("swiglu-33-64-128", "split_k-100-64-512")
 @pytest.mark.parametrize(
     ("form", "rows", "features", "depth"),
     [
@@ -146,6 +146,7 @@ def test_first_rows_are_those_of_all() -> None:
     check("store", call, every)
 
 
+@pytest.mark.few("True")
 @pytest.mark.parametrize("zero_centered", [False, True])
 def test_onto_the_stream(zero_centered: bool) -> None:
     x, weight, scales = make(70, 512, 256)

@@ -111,6 +111,7 @@ def test_ties_go_to_the_first_places(implementation: str) -> None:
     np.testing.assert_array_equal(slots, np.where(expected < 0, -1, table[0, expected // 4] * 4 + expected % 4))
 
 
+@pytest.mark.few("*packed", "*float8")
 @pytest.mark.parametrize("kind", [np.float32, jnp.float8_e4m3fn, np.uint8], ids=["float32", "float8", "packed"])
 def test_attention_to_all_rows_is_that_over_pages(kind: Any) -> None:
     """Rows are named in any order, those of no page by -1; whatever the work is cut into."""

@@ -193,6 +193,7 @@ def test_the_write_is_in_place() -> None:
     assert "copy(u8[64,1,16,656]" not in text
 
 
+@pytest.mark.few
 def test_rows_past_two_billion_bytes() -> None:
     """The last row of a pool of more than 2^31 bytes, whose neighbours and first rows stay zero."""
     pages = 2**31 // (64 * 656) + 2

@@ -53,6 +53,7 @@ def check(case: tuple[np.ndarray, ...], k: Any, v: Any) -> None:
             np.testing.assert_allclose(own, true, rtol=eps, atol=max(eps, 1e-6))
 
 
+@pytest.mark.few("1-bf16", "5-f32")
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["f32", "bf16"])
 @pytest.mark.parametrize("page_size", [1, 5, 64])
 def test_definition(page_size: int, dtype: Any) -> None:
@@ -75,7 +76,7 @@ KERNEL = [
 ]
 
 
-@pytest.mark.few("starts1*", "starts3*")
+@pytest.mark.few("starts3-lens3-192-256-128-4")
 @pytest.mark.parametrize(("starts", "lens", "page_size", "rows", "rank", "stages"), KERNEL)
 def test_kernel_interpreted(starts, lens, page_size: int, rows: int, rank: int, stages: int) -> None:
     case = make_case(starts, lens, heads=1, rank=rank, page_size=page_size)
@@ -104,7 +105,7 @@ def test_as_many_heads_as_deepseek_v3_on_a_gpu(cluster: int) -> None:
     check(case, *call(*(jnp.asarray(x) for x in case)))
 
 
-@pytest.mark.few("16-2", "64-1")
+@pytest.mark.few
 @pytest.mark.parametrize("cluster", [1, 2])
 @pytest.mark.parametrize("page_size", [16, 64])
 def test_lowers_for_hopper(page_size: int, cluster: int) -> None:

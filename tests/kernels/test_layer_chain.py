@@ -108,6 +108,7 @@ def test_agrees_with_float64(rows: int, sizes: dict[str, int], ctas: int, zero_c
     check(call, interpreted(call, ctas, zero_centered), zero_centered)
 
 
+@pytest.mark.few
 def test_last_layer_projects_nothing() -> None:
     call = make(2, TINY)
     del call["next_norm"], call["following"]
@@ -123,7 +124,7 @@ def test_the_definition(dtype: Any, zero_centered: bool) -> None:
     check(call, layer_chain(**call, exchange=None, **options), zero_centered)
 
 
-@pytest.mark.few("1-sizes0*", "64-sizes1*")
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("rows", "sizes", "count"),
     [(1, QWEN3_4B, 2), (64, QWEN3_4B, 1), (16, QWEN3_8B, 1), (16, QWEN35_4B, 1), (1, QWEN35_27B, 1)],

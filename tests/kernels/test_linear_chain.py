@@ -54,6 +54,7 @@ def test_the_definition(dtype: Any) -> None:
     check(call, linear_chain(*call, exchange=None, eps=EPS, implementation="xla"))
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("sizes", [QWEN3_4B, QWEN3_8B])
 def test_lowers_for_an_h200(sizes: dict[str, int]) -> None:
     call = jax.eval_shape(lambda: make(16, **sizes))

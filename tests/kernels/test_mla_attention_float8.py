@@ -44,7 +44,7 @@ CASES = {
 }
 
 
-@pytest.mark.few("interpreted-rows-past-the-live", "interpreted-empty-parts")
+@pytest.mark.few("interpreted-rows-past-the-live")
 @pytest.mark.parametrize("name", CASES)
 def test_agrees_with_float64(name: str, interpret: Any) -> None:
     seq_lens, q_lens, t, heads, page_size, causal, splits = CASES[name]
@@ -79,6 +79,7 @@ def test_nothing_unused_is_read(heads: int, interpret: Any) -> None:
     assert all(a.tobytes() == b.tobytes() for a, b in zip(*found, strict=True))
 
 
+@pytest.mark.few
 def test_lowers_for_an_h200() -> None:
     """Few rows: the kernel that widens in registers, and the one that puts parts together."""
     q = jax.ShapeDtypeStruct((2, 3, 5, WIDTH), jnp.bfloat16)

@@ -92,7 +92,7 @@ CASES = {
 ON_GPU = ("q16-two-tiles-of-rows", "full", "page16")
 
 
-@pytest.mark.few("one-head*", "q16-two-tiles*", "page16*")
+@pytest.mark.few("page16-interpreted")
 @pytest.mark.parametrize(
     ("name", "interpret"),
     [
@@ -108,6 +108,7 @@ def test_agrees_with_float64(name: str, interpret: Any) -> None:
     check(case, Tuning(splits=splits), interpret)
 
 
+@pytest.mark.few
 def test_longest_sequences_begin_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where CTAs wait for each other, as on a GPU of one multiprocessor."""
     monkeypatch.setattr(schedule, "MULTIPROCESSORS", 1)
@@ -116,6 +117,7 @@ def test_longest_sequences_begin_first(monkeypatch: pytest.MonkeyPatch) -> None:
     check(case, Tuning(splits=1), plgpu.InterpretGPUParams())
 
 
+@pytest.mark.few("interpreted-40")
 @pytest.mark.parametrize("power", [-70, 40])
 def test_parts_hold_numbers_of_any_size(power: int, interpret: Any) -> None:
     """They leave in float16, each row under a factor of its own: what the rows are multiplied with, the output is, too."""
@@ -138,6 +140,7 @@ def test_nothing_unused_is_read(interpret: Any) -> None:
     assert all(a.tobytes() == b.tobytes() for a, b in zip(found, expected, strict=True))
 
 
+@pytest.mark.few
 def test_longer_than_the_table() -> None:
     """The reference cuts such a sequence to its table, too; positions go on counting from its length."""
     case = latent_case([128], t=2, heads=2, page_size=64, width=2)
@@ -149,6 +152,7 @@ def test_longer_than_the_table() -> None:
     np.testing.assert_allclose(lse, np.asarray(true_lse), atol=1e-4)
 
 
+@pytest.mark.few
 def test_limits(interpret: Any) -> None:
     """A part of a sequence's rows that is before the queries, and parts that end and begin among them; against the reference."""
     case = latent_case([70, 130], [3, 3], t=3, heads=3, page_size=64)
@@ -168,6 +172,7 @@ def test_no_races(capfd: pytest.CaptureFixture[str]) -> None:
     assert "race" not in capfd.readouterr().out.lower()
 
 
+@pytest.mark.few
 def test_lowers_for_an_h200() -> None:
     """With splits, so that both kernels are in it, and rows that fill no whole tiles."""
     q = jax.ShapeDtypeStruct((2, 3, 37, WIDTH), jnp.bfloat16)

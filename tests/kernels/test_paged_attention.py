@@ -181,6 +181,7 @@ def naive(case: Case) -> np.ndarray:
     return np.asarray(jnp.stack(rows)).astype(np.float64)
 
 
+@pytest.mark.few("xla-bfloat16-16", "xla-float16-1")
 @pytest.mark.parametrize("t", [1, 16])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
 def test_half_precision_is_as_good_as_the_textbook(dtype: Any, t: int, candidate: Candidate) -> None:

@@ -11,7 +11,7 @@ from .attention_oracle import make_case
 pytestmark = pytest.mark.usefixtures("optimised")
 
 
-@pytest.mark.few("0", "3", "6")
+@pytest.mark.few("3")
 @pytest.mark.parametrize("index", range(9))
 def test_same_bits_alone_and_in_a_batch(index: int) -> None:
     """Products of other sizes may add up in another order, so none may depend on who else is in the batch."""

@@ -48,13 +48,13 @@ def case_of(name: str):
     return make_case(seq_lens, q_lens, kv_heads=2, stored=stored, **shape, **mask), tuning
 
 
-@pytest.mark.few("interpreted-q16-row-blocks", "interpreted-left", "interpreted-cap-alibi", "interpreted-int8-full")
+@pytest.mark.few("interpreted-int8-full")
 @pytest.mark.parametrize("name", CASES)
 def test_agrees_with_float64(name: str, interpret: Any) -> None:
     check(*case_of(name), interpret)
 
 
-@pytest.mark.few("interpreted-left", "interpreted-int8")
+@pytest.mark.few("interpreted-left")
 @pytest.mark.parametrize("name", [name for name in CASES if "alibi" not in name and name != "int8-wide"])
 def test_rows_of_their_own_agree_with_float64(name: str, interpret: Any) -> None:
     """`batch_invariant`: splits that take turns, offsets and units of each row."""
@@ -82,6 +82,7 @@ def test_float16_queries(stored: Any, interpret: Any) -> None:
     check(make_case([100, 5], [5, 2], **shape), Tuning(splits=2), interpret)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(("stored", "interpret"), ONCE_INTERPRETED, indirect=["interpret"])
 def test_scores_that_rise_and_fall(stored: Any, interpret: Any) -> None:
     """Scores of tile after tile differ by thousands, so that the base has to follow, and what came before has to vanish; for each
@@ -128,6 +129,7 @@ def test_every_float8_value_is_exact(length: int, interpret: Any) -> None:
     np.testing.assert_allclose(lse[:, 0, 0], true, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("stored", [pytest.param(FP8, id="fp8"), pytest.param(INT8, id="int8")])
 def test_queries_of_any_size(stored: Any, interpret: Any) -> None:
     """Far outside of float16's range; what one row holds harms no other. Keys of int8 meet all rows in the largest one's unit."""
@@ -153,7 +155,7 @@ def test_queries_of_any_size(stored: Any, interpret: Any) -> None:
     assert (alone[spared] == theirs[0].astype(np.float32)[spared]).all()
 
 
-@pytest.mark.few("int8*")
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("stored", "t", "head_dim", "page_size", "dtype"),
     [(FP8, 12, 192, 8, jnp.bfloat16), (INT8, 33, 64, 128, jnp.float16)],

@@ -37,6 +37,7 @@ def candidate(request: pytest.FixtureRequest) -> Candidate:
     return request.param
 
 
+@pytest.mark.few("*-window-cap-linear", "*-full-sqrt")
 @pytest.mark.parametrize("sqrt", [False, True], ids=["linear", "sqrt"])
 @pytest.mark.parametrize(
     "mask",
@@ -49,6 +50,7 @@ def test_alibi(mask: dict[str, Any], sqrt: bool, candidate: Candidate) -> None:
     check(make_case([70, 130, 3, 0], [8, 3, 5, 8], t=8, group=6, dtype=candidate.dtype, **mask), candidate)
 
 
+@pytest.mark.few("*-3-*")
 @pytest.mark.parametrize("stored", STORED, ids=["fp8", "e5m2", "int8"])
 @pytest.mark.parametrize("index", range(4))
 def test_quantised_pages(index: int, stored: Any, candidate: Candidate) -> None:
@@ -79,6 +81,7 @@ def test_nothing_unused_is_read_of_quantised_pages(stored: Any, candidate: Candi
         assert same_bits(run(build(garbage=garbage), candidate), expected)
 
 
+@pytest.mark.few("xla-bfloat16-fp8", "xla-float16-int8")
 @pytest.mark.parametrize("stored", STORED, ids=["fp8", "e5m2", "int8"])
 @pytest.mark.parametrize(("candidate", "dtype"), IN_HALF_PRECISION)
 def test_quantised_pages_under_half_precision(stored: Any, dtype: Any, candidate: Candidate) -> None:

@@ -68,7 +68,7 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.few("interpreted-q16-full", "interpreted-cap-alibi")
+@pytest.mark.few("interpreted-cap-alibi")
 @pytest.mark.parametrize("name", CASES)
 def test_agrees_with_float64(name: str, interpret: Any) -> None:
     t, group, page_size, head_dim, seq_lens, q_lens, mask = CASES[name]
@@ -87,7 +87,7 @@ NARROW = {
 }  # fmt: skip
 
 
-@pytest.mark.few("interpreted-fp8-q6-window", "interpreted-int8-q1")
+@pytest.mark.few("interpreted-int8-q1")
 @pytest.mark.parametrize("name", NARROW)
 def test_pages_in_eight_bits_agree_with_float64(name: str, interpret: Any) -> None:
     stored, t, group, page_size, head_dim, seq_lens, q_lens, mask = NARROW[name]
@@ -95,6 +95,7 @@ def test_pages_in_eight_bits_agree_with_float64(name: str, interpret: Any) -> No
     check(make_case(seq_lens, q_lens, kv_heads=2, stored=stored, **shape, **mask), interpret)
 
 
+@pytest.mark.few
 def test_a_row_that_is_no_number_harms_no_other_in_eight_bits(interpret: Any) -> None:
     """XLA combines the splits of all sequences in one product."""
     case = make_case([500, 64, 90], t=2, dtype=jnp.bfloat16, stored=jnp.float8_e4m3fn)
@@ -109,6 +110,7 @@ def test_a_row_that_is_no_number_harms_no_other_in_eight_bits(interpret: Any) ->
     assert np.isnan(found[~spared]).all()
 
 
+@pytest.mark.few
 def test_nothing_unused_is_read(interpret: Any) -> None:
     build = functools.partial(make_case, [700, 0, 7, 64], [6, 6, 2, 0], t=6, dtype=jnp.bfloat16, seed=3)
     clean = build(garbage=0.0)
@@ -163,12 +165,13 @@ def helps(sequences: int, tokens: int, longest: int) -> bool:
     return schedule_helps(sequences, heads=32, kv_heads=8, tokens=tokens, longest=longest)
 
 
-def test_one_launch_a_layer_on_an_h200() -> None:
+def test_one_launch_a_layer_on_an_h200(all_cases: bool) -> None:
     shape = jax.ShapeDtypeStruct
     q, pages = (shape(sizes, jnp.bfloat16) for sizes in ((8, 16, 32, 128), (99, 8, 64, 128)))
     table, lens = shape((8, 64), jnp.int32), shape((8,), jnp.int32)
+    kinds = (jnp.float8_e4m3fn, ((8,), (8,))), (jnp.int8, ((99, 8, 64), (8, 128)))
     with h200():
-        for stored, scales in ((jnp.float8_e4m3fn, ((8,), (8,))), (jnp.int8, ((99, 8, 64), (8, 128)))):
+        for stored, scales in kinds if all_cases else kinds[1:]:
             narrow, scaled = shape(pages.shape, stored), [shape(each, jnp.float32) for each in scales]
             given = dict(zip(("k_scale", "v_scale"), scaled, strict=True))
             text = (

@@ -100,6 +100,7 @@ def test_bytes_are_those_of_the_operations() -> None:
             )
 
 
+@pytest.mark.few("plain-float32-*", "paired-bfloat16-*")
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("paired", [False, True], ids=["plain", "paired"])

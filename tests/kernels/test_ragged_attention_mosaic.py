@@ -88,7 +88,7 @@ def agrees_with_float64(case: tuple[str, list[int], list[int] | None, dict[str, 
     check(made, form, tuning, interpret)
 
 
-@pytest.mark.few("interpreted-rounds", "interpreted-latent", "interpreted-everything")
+@pytest.mark.few("interpreted-everything", "interpreted-latent")
 @pytest.mark.parametrize("name", CASES)
 def test_agrees_with_float64(name: str, interpret: Any) -> None:
     agrees_with_float64(CASES[name], interpret)
@@ -100,7 +100,7 @@ def test_larger_calls_agree_with_float64(name: str) -> None:
     agrees_with_float64(TOO_LARGE_FOR_THE_INTERPRETER[name], None)
 
 
-@pytest.mark.few("interpreted-None-72-72", "interpreted-int8*")
+@pytest.mark.few("interpreted-int8-64-64")
 @pytest.mark.parametrize(
     ("stored", "head_dim", "value_dim"),
     [
@@ -133,6 +133,7 @@ def test_nothing_unused_is_read() -> None:
         assert all(a.tobytes() == b.tobytes() for a, b in zip(found, expected, strict=True))
 
 
+@pytest.mark.few
 def test_neighbours_may_hold_nan(interpret: Any) -> None:
     """A sequence of NaN spoils itself and nothing else."""
     case = make_case([13, 9, 7], [33, 21, 70], kv_heads=1, group=1, dtype=jnp.bfloat16)
@@ -219,7 +220,7 @@ def lowered(
         return traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
-@pytest.mark.few("dense-192-128", "paged-72-96")
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("form", "head_dim", "value_dim"),
     [
@@ -235,7 +236,7 @@ def test_lowers_for_an_h200(form: str, head_dim: int, value_dim: int) -> None:
     assert lowered(form, head_dim, value_dim).count("@mosaic_gpu_v2") == 1
 
 
-@pytest.mark.few("8")
+@pytest.mark.few
 @pytest.mark.parametrize("page_size", [8, 128])
 def test_lowers_with_every_option(page_size: int) -> None:
     heads = jax.ShapeDtypeStruct((4,), jnp.float32)

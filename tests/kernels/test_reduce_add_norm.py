@@ -65,6 +65,7 @@ def test_one_device_has_nobody_to_ask() -> None:
         np.testing.assert_allclose(one, other, rtol=1e-6)
 
 
+@pytest.mark.few("bf16")
 @pytest.mark.parametrize(("dtype", "zero_centered"), [(jnp.bfloat16, False), (jnp.float32, True)], ids=["bf16", "f32"])
 def test_the_kernel_adds_as_the_definition_does(dtype: Any, zero_centered: bool) -> None:
     """Interpreted, which has one device: each rank's share of a launch, one after the other."""

@@ -65,7 +65,7 @@ def check(call: dict[str, Any], found: jax.Array) -> None:
     assert (np.abs(np.asarray(found[:, some], np.float64) - true) <= 2 * np.abs(given - true).max() + ulp).all()
 
 
-@pytest.mark.few("odd", "an expert twice")
+@pytest.mark.few("odd")
 @pytest.mark.parametrize(
     ("choices", "count", "hidden", "inner", "dtype"),
     [
@@ -115,6 +115,7 @@ def test_the_kernel_chooses(normed: bool, shared: bool) -> None:
     check(named, given)
 
 
+@pytest.mark.few
 def test_sums_are_the_same_in_any_batch() -> None:
     call = make(drawn(6, 2, 5), 5, 128, 128)
     whole = launch(**call, ctas=3, interpret=INTERPRET)
@@ -132,7 +133,7 @@ def test_the_definition(dtype: Any) -> None:
     np.testing.assert_allclose(found, true_values(call), rtol=0, atol=tolerance * float(jnp.abs(found).max()))
 
 
-@pytest.mark.few("1-8-128*", "7-6*", "16-8-256*", "512-8-128*")
+@pytest.mark.few("16-8-256-7168-2048")
 @pytest.mark.parametrize(
     ("taken", "count", "hidden", "inner"), [(8, 128, 2048, 768), (6, 64, 2048, 1408), (8, 256, 7168, 2048)]
 )

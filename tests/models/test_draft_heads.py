@@ -135,6 +135,28 @@ def test_a_mix_by_hand() -> None:
     np.testing.assert_allclose(folded, [[1.3, 0, 0], [0.5, 1.2, 0], [0.1, 0.4, 1.6]], atol=1e-6)
 
 
+def test_candidates_are_the_best_with_the_noise_that_they_are_drawn_with() -> None:
+    """Chosen with it and judged without it: columns are tokens, rows of a shortlist, or of the drafter's own vocabulary."""
+    logits = jnp.array([[[3.0, 2.0, 1.0, 0.0]]])
+    noise = jnp.array([[[0.0, -5.0, 0.0, 0.0, 9.0, 0.0, 4.0, 7.0]]])  # of tokens
+    block = Block(jnp.zeros(1, jnp.int32), logits, logits, None, logits, jnp.asarray, lambda: logits)
+    for tokens, listed, expected in (
+        (None, None, [[0, 2]]), (None, [[[7, 1, 4, 5]]], [[7, 4]]), ([0, 4, 1, 7], None, [[4, 7]]),
+        ([0, 4, 1, 7, 6], [[[0, 2, 4, 3]]], [[7, 6]]),
+    ):  # fmt: skip
+        given = block._replace(
+            tokens=None if tokens is None else jnp.array(tokens), listed=None if listed is None else jnp.array(listed)
+        )
+        noisy = given.named(noise[..., :4] if tokens is None and listed is None else noise)
+        unary, rows, chosen = given._replace(chance=noisy).best(2)
+        assert chosen[0].tolist() == expected
+        column = [
+            int(np.flatnonzero(np.asarray(range(4) if listed is None else listed[0][0]) == row)[0])
+            for row in rows[0, 0]
+        ]
+        assert unary[0, 0].tolist() == logits[0, 0, np.array(column)].tolist()
+
+
 def test_a_walk_by_hand() -> None:
     scores = jnp.array([[[[0.2, 0.9], [0.2, 0.9]], [[0.1, 0.8], [0.7, 0.2]]]])
     path, law = walk(scores, jnp.array([[[0, 1], [0, 1]]]), greedy)

@@ -110,6 +110,7 @@ def test_a_folder_that_transformers_wrote_gives_its_logits_and_taps() -> None:
     assert difference(ours[:-1], taps) <= TOLERANCE
 
 
+@pytest.mark.few
 def test_round_trip_keeps_every_bit(tmp_path: Path) -> None:
     """A vision-language checkpoint: its text model is converted, its towers are left out."""
     hf, file = Folders(tmp_path), random_file("gemma3", 1)
@@ -134,6 +135,7 @@ def test_no_fused_runner_takes_its_layers() -> None:
     assert "normed before it is added" in (plan.refused("fused_dense") or "")
 
 
+@pytest.mark.few
 def test_greedy_text_with_a_drafter_is_that_without() -> None:
     """Prompts of several lengths in pages and across windows, with both soft caps: every token is the float64 model's choice."""
     file = random_file(

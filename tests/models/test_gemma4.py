@@ -23,6 +23,7 @@ from dflash_jax.checkpoints.huggingface import open_checkpoint
 from dflash_jax.checkpoints.pair import KNOWN_DRAFTERS
 from dflash_jax.cli.info import collect, lines
 from dflash_jax.errors import ConfigError
+from dflash_jax.execution import switches
 from dflash_jax.execution.plan import CallShape, PageShape, choose
 from dflash_jax.models import DFlashConfig, Gemma4Config, bind, count, family_for, family_of, layer_traits
 from dflash_jax.models.presets import DRAFTERS, GEMMA4_TARGETS, TARGETS
@@ -168,19 +169,32 @@ def test_round_trip_keeps_every_bit(tmp_path: Path) -> None:
     assert "2 of 4 experts a token" in text
 
 
-def test_no_fused_runner_takes_its_layers() -> None:
-    """And no kernel the attention of layers with heads of 512."""
-    for name in GEMMA4_TARGETS:
-        pages = PageShape(64, 16, jnp.dtype("bfloat16"))
+def test_no_fused_runner_takes_its_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And no kernel the attention of layers with heads of 512 over pages in eight bits, or where that is switched off."""
+
+    def plan_of(name: str, stored: str) -> Any:
+        pages = PageShape(64, 16, jnp.dtype(stored))
         with on("NVIDIA H100 80GB HBM3"):
-            plan = choose(layer_traits(GEMMA4_TARGETS[name]), CallShape(1, 8, jnp.dtype("bfloat16"), pages))
+            return choose(layer_traits(GEMMA4_TARGETS[name]), CallShape(1, 8, jnp.dtype("bfloat16"), pages))
+
+    for name in GEMMA4_TARGETS:
+        monkeypatch.setattr(switches, "WIDE_HEADS", True)
+        plan = plan_of(name, "bfloat16")
         assert plan.runner == "plain"
-        assert "not 512" in (plan.refused("paged_attention") or "")
+        assert plan.refused("paged_attention") is None
+        assert "not 512" in (plan_of(name, "int8").refused("paged_attention") or "")
+        monkeypatch.setattr(switches, "WIDE_HEADS", False)
+        assert plan_of(name, "bfloat16").refused("paged_attention") == "switched off"
         assert "normed before it is added" in (plan.refused("fused_moe") or "")
 
 
-def test_attention_is_lowered_for_an_h100() -> None:
-    """Heads of 256 are written and attended to by kernels; those of 512 are written by one and attended to by XLA."""
+@pytest.mark.parametrize(("tokens", "wide", "launches"), [(16, True, 4), (16, False, 3), (256, True, 4)])
+def test_attention_is_lowered_for_an_h100(
+    tokens: int, wide: bool, launches: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Heads of 256 and of 512 are written and attended to by kernels, in blocks and in prompts; where that is switched off, XLA
+    attends to the latter."""
+    monkeypatch.setattr(switches, "WIDE_HEADS", wide)
     small = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 64}
     config: Any = read(**small, num_hidden_layers=2, layer_types=[SLIDING, FULL])
     array = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
@@ -192,9 +206,9 @@ def test_attention_is_lowered_for_an_h100() -> None:
         hidden, _, cache = bind(config, params)(ids, positions, PagedAttend(table, positions, lengths, 64), cache=pages)
         return hidden, cache
 
-    tokens, rows = array((4, 16)), array((4,))
-    found = custom_calls(step, params, pages, tokens, tokens, rows, array((4, 16)), kind="NVIDIA H100 80GB HBM3")
-    assert found.count("mosaic_gpu_v2") == 3
+    ids, rows = array((4, tokens)), array((4,))
+    found = custom_calls(step, params, pages, ids, ids, rows, array((4, 16)), kind="NVIDIA H100 80GB HBM3")
+    assert found.count("mosaic_gpu_v2") == launches
 
 
 def test_a_drafter_takes_from_its_target_what_its_file_leaves_out() -> None:

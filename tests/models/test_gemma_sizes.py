@@ -20,6 +20,7 @@ LENGTH = 100
 KINDS = ("gemma3", "gemma4", "gemma4_moe", "gemma4_small")
 
 
+@pytest.mark.few("gemma4_moe-1", "gemma3-1", "gemma4-1")
 @pytest.mark.parametrize("number", range(1, COUNT + 1))
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_drawn_model_is_that_of_float64(kind: str, number: int, tmp_path: Path) -> None:

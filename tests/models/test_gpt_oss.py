@@ -190,6 +190,7 @@ def test_experts_in_four_bits_are_loaded_as_numbers(tmp_path: Path, monkeypatch:
     )
 
 
+@pytest.mark.few("mxfp4")
 @pytest.mark.parametrize("release", ["floating point", "mxfp4"])
 def test_round_trip_keeps_every_bit(release: str, tmp_path: Path) -> None:
     hf, file = (
@@ -263,6 +264,7 @@ def make_experts(tokens: int, dtype: str) -> tuple[BiasedMoE, BiasedMoE, Any]:
     return made[0], made[1], jax.random.normal(key, (1, tokens, 64), dtype)
 
 
+@pytest.mark.few("9")
 @pytest.mark.parametrize("tokens", [1, 9])
 def test_experts_in_tiles_are_those_that_were_released(tokens: int) -> None:
     """Without the kernel, whose interpreted form `test_mxfp4_mixture` has: bit for bit where experts run in turn."""
@@ -271,6 +273,7 @@ def test_experts_in_tiles_are_those_that_were_released(tokens: int) -> None:
     np.testing.assert_allclose(found, given, rtol=0, atol=1e-6 * float(jnp.abs(given).max()))
 
 
+@pytest.mark.few("9-1")
 @pytest.mark.parametrize(("tokens", "launches"), [(1, 1), (9, 1), (1500, 4)])
 def test_experts_in_tiles_run_in_their_kernel(tokens: int, launches: int) -> None:
     """Long prompts in pieces, of which each chooses its experts in a launch before."""

@@ -18,6 +18,7 @@ COUNT = int(os.environ.get("FAMILY_SIZES", "2"))
 LENGTH = 100
 
 
+@pytest.mark.few("0")
 @pytest.mark.parametrize("number", range(COUNT))
 def test_a_drawn_model_is_that_of_float64(number: int, tmp_path: Path) -> None:
     """Every other one has its experts in MXFP4 and fills pages in pieces."""

@@ -36,6 +36,7 @@ SIZES: dict[str, Qwen35Config] = {
 }
 
 
+@pytest.mark.few("24-int8", "48-fp8")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("width", [24, 48])
 def test_doubled_rows_are_two_numbers(kind: WeightDtype, width: int) -> None:
@@ -56,7 +57,7 @@ def test_doubled_rows_are_two_numbers(kind: WeightDtype, width: int) -> None:
     np.testing.assert_allclose(np.asarray(found[jnp.array([7, 1])], np.float64), dequantised(found)[[7, 1]], rtol=1e-6)
 
 
-@pytest.mark.few("int8-rows", "fp8-pairs")
+@pytest.mark.few("int8-rows")
 @pytest.mark.parametrize("case", SIZES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_are_those_of_the_rounded_weights(kind: WeightDtype, case: str) -> None:

@@ -149,6 +149,7 @@ def test_info_tells_the_family_and_its_plan(tmp_path: Path) -> None:
     assert "no drafter: none lies in" in text
 
 
+@pytest.mark.few
 def test_every_end_token_ends_a_text(tmp_path: Path) -> None:
     """Llama's files list several: each of them ends a text, wherever it comes in a block."""
     hf, file = Folders(tmp_path), random_file(0, eos_token_id=[4, 8, 9])
@@ -193,7 +194,7 @@ def tensors_of(file: dict[str, Any], seed: int) -> dict[str, np.ndarray]:
     return tensors | {"lm_head.weight": head}
 
 
-@pytest.mark.few("0")
+@pytest.mark.few
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_greedy_text_with_a_drafter_is_that_without(seed: int) -> None:
     """Prompts of several lengths, together and alone, in pages: every token is the float64 model's choice."""

@@ -58,6 +58,7 @@ def test_what_is_drawn() -> None:
         assert any(file["num_attention_heads"] % 2 for file in files)
 
 
+@pytest.mark.few("*-0")
 @pytest.mark.parametrize("number", range(COUNT))
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_drawn_model_is_that_of_float64(kind: str, number: int, tmp_path: Path) -> None:

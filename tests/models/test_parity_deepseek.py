@@ -81,6 +81,7 @@ def test_cases_are_there() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.few("deepseek_v*")
 @pytest.mark.parametrize("case", CASES)
 def test_every_module_agrees(case: str) -> None:
     config, params, _, expected = golden(case)

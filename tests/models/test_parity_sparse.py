@@ -45,6 +45,7 @@ def test_cases_are_there() -> None:
     assert CASES == ["sparse_glm", "sparse_v32"]
 
 
+@pytest.mark.few("sparse_glm")
 @pytest.mark.parametrize("case", CASES)
 def test_choices_and_logits_are_those_of_transformers(case: str) -> None:
     config, params, _, expected = golden(case)

@@ -87,6 +87,7 @@ def test_which_parameters_are_quantised() -> None:
     assert not params  # taken out, so that no array is kept twice
 
 
+@pytest.mark.few("24-float32", "48-bfloat16")
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("width", [24, 48])
 def test_many_rows_are_rounded_by_their_own_largest(dtype: Any, width: int) -> None:
@@ -119,6 +120,7 @@ def test_many_rows_are_rounded_by_their_own_largest(dtype: Any, width: int) -> N
     np.testing.assert_array_equal(best_rows(x[sound][:64], weight), jnp.argmax(linear(x[sound][:64], weight), axis=-1))
 
 
+@pytest.mark.few("True")
 @pytest.mark.parametrize("paired", [False, True])
 def test_layers_that_round_rows_as_one_operation_each(paired: bool) -> None:
     """The same as layers called one by one, whose products round what they multiply; entries of a head turn with those half a head
@@ -173,7 +175,7 @@ def test_a_bias_is_added_to_rows_that_are_rounded() -> None:
     assert np.abs(np.asarray(multiplied(layer, x)) - rounded - 100 * np.arange(1, 49)).max() < 2
 
 
-@pytest.mark.few("fp8_dynamic")
+@pytest.mark.few
 @pytest.mark.parametrize("kind", ["fp8", "fp8_dynamic"])
 def test_a_drafter_in_eight_bits_changes_no_text(kind: WeightDtype) -> None:
     """Six sequences: enough rows for the drafter to round them."""

@@ -76,6 +76,7 @@ def dense(config: Any, params: Any, ids: jax.Array, taps: tuple[int, ...]) -> tu
     return model.logits(hidden), features
 
 
+@pytest.mark.few("qwen3_5_moe", "qwen3_next")
 @pytest.mark.parametrize("case", CASES)
 def test_logits_and_taps_are_those_of_transformers(case: str) -> None:
     checkpoint, expected = open_checkpoint(GOLDEN / "hybrid" / case), np.load(GOLDEN / "hybrid" / case / "expected.npz")
@@ -86,6 +87,7 @@ def test_logits_and_taps_are_those_of_transformers(case: str) -> None:
     assert difference(features[0], theirs) < TOLERANCE
 
 
+@pytest.mark.few("qwen3_next")
 @pytest.mark.parametrize("case", CASES)
 def test_states_after_a_prompt_in_pieces_are_those_of_transformers(case: str) -> None:
     """Three rows of one prompt into a slot that held NaN, beside a row that nobody needs."""
@@ -155,6 +157,7 @@ def test_other_sizes_against_float64(config: Qwen35Config, tokens: int) -> None:
     assert difference(features[0], np.concatenate([streams[0], streams[-1]], -1)) < TOLERANCE
 
 
+@pytest.mark.few("Qwen3.5-35B-A3B")
 @pytest.mark.parametrize("name", COUNTS)
 def test_published_sizes(name: str) -> None:
     config = HYBRID_TARGETS[name]

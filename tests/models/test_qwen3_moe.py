@@ -142,6 +142,7 @@ def test_info_names_the_experts(tmp_path) -> None:
     assert any("2 of 6 experts a token" in line for line in lines(collect(folder, draft=None)))
 
 
+@pytest.mark.few
 def test_same_tokens_with_and_without_drafting() -> None:
     config = read()
     target = init_params(family_named("qwen3_moe").parameters(config), jax.random.key(0))

@@ -28,6 +28,7 @@ LONGEST, ROW, PAGE = 96, 16, 8
 LEAST_GAP = 1e-4  # between scores: float32 leaves no doubt which are chosen
 
 
+@pytest.mark.few("1")
 @pytest.mark.parametrize("number", range(COUNT))
 def test_a_drawn_model_is_that_of_float64(number: int, tmp_path: Path) -> None:
     """Logits after every row of a prompt in pieces, whose pages were NaN or held the rest of another text, and after short ones."""

@@ -89,6 +89,7 @@ reveal_type(dflash_convert.errors.OutputError("x"))
 """
 
 
+@pytest.mark.few("editable")
 def test_a_type_checker_finds_the_packages_from_another_folder(environment, tmp_path):
     """And so an editor does: it reads path files, but runs none."""
     (tmp_path / "mine.py").write_text(TYPED)
@@ -105,6 +106,7 @@ def test_a_type_checker_finds_the_packages_from_another_folder(environment, tmp_
     assert "Unknown" not in types[2]
 
 
+@pytest.mark.few("installed")
 def test_command_finds_the_pair_that_ships(environment):
     facts = json.loads(environment.run("dflash-jax", "info", "--json"))
     assert facts["versions"]["dflash-jax"] == VERSION

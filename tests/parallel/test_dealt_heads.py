@@ -37,7 +37,7 @@ def models(folder) -> tuple[Any, Any]:
     return dj.load(folder, **OPTIONS), dj.load(folder, **DEALT)
 
 
-@pytest.mark.few("2")
+@pytest.mark.few
 @pytest.mark.parametrize("run", [1, 2])
 def test_shorter_runs_of_tokens(models, folder, run):
     """Of three tokens each of both devices that keep the same key head has some."""

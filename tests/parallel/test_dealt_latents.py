@@ -53,7 +53,7 @@ def single() -> Pair:
     return Pair(TARGET, DRAFT, edit=some_are_likely, **SHAPE)
 
 
-@pytest.mark.few("2-None", "4-4")
+@pytest.mark.few("4-4")
 @pytest.mark.parametrize(("ranks", "interleave"), [(2, None), (4, None), (4, 4)])
 def test_texts(single, ranks, interleave):
     shared = local_ranks(ranks, dealt=ranks)

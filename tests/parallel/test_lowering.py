@@ -90,7 +90,7 @@ def lowered(ranks: Ranks, function: Callable, static: tuple, donate: tuple[int, 
     )
 
 
-@pytest.mark.few("dense-1-2-None")
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("name", "slots", "count", "kept"),
     [

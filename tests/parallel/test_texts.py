@@ -55,7 +55,7 @@ def test_drafts_are_accepted_now_and_then(greedy):
     assert {length for _, lengths in greedy for length in lengths} >= {1, 2, 3}
 
 
-@pytest.mark.few("2", "8")
+@pytest.mark.few("2")
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_greedy(request, folder, greedy, ranks):
     model = request.getfixturevalue("double") if ranks == 2 else dj.load(folder, tp=ranks, **OPTIONS)
@@ -71,6 +71,7 @@ def test_alone(double, greedy):
     assert [tokens for tokens, _ in served(double, GREEDY, draft=False)] == [tokens for tokens, _ in greedy]
 
 
+@pytest.mark.few
 def test_pages_in_common_are_read_once(single, double, monkeypatch):
     """Every rank is told who shares which pages."""
     prompts = [[*range(3, 19), 7], [*range(3, 19), 60, 5]]
@@ -139,6 +140,7 @@ def test_who_loses_its_pages_comes_back(single, double):
     assert found[0] == found[1]
 
 
+@pytest.mark.few
 def test_grammars_as_tables(single, double):
     """Every rank walks along the same table; one that the host has to be asked for is refused."""
     pytest.importorskip("llguidance")

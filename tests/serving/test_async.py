@@ -8,7 +8,8 @@ from contextlib import aclosing
 import pytest
 
 import dflash_jax as dj
-from dflash_jax.serving.feed import merged
+from dflash_jax.serving.feed import Bell, Feed, merged
+from dflash_jax.text.completion import Piece
 
 PROMPTS = ["def quicksort(", "import os\n", "class Node:", "for i in range("]
 GREEDY = dj.SamplingParams(max_tokens=24, ignore_eos=True)
@@ -132,3 +133,17 @@ def test_wrong_arguments_are_the_callers_and_device_errors_everybodys(model, mon
     monkeypatch.setattr(model.engine.programs, "call", call)
     assert asyncio.run(ask(PROMPTS[0])).token_ids
     assert_free(model)
+
+
+def test_an_impatient_reader_gets_nothing_and_loses_nothing():
+    async def main():
+        feed = Feed(Bell(asyncio.get_running_loop()))
+        began = time.perf_counter()
+        assert await feed.take(0.05) == []
+        assert time.perf_counter() - began >= 0.05
+        asyncio.get_running_loop().call_later(0.05, feed.put, Piece(0, "a", [1]))
+        assert [piece.text for piece in await feed.take(20.0)] == ["a"]
+        feed.put(Piece(0, "b", [2]))
+        assert [piece.text for piece in await feed.take(0.0)] == ["b"]
+
+    asyncio.run(main())

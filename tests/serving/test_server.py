@@ -106,6 +106,7 @@ def test_completions_are_those_of_generate(client, told):
     assert len({chunk.id for chunk in chunks}) == 1
 
 
+@pytest.mark.few
 def test_sixteen_at_once(port, told):
     async def all_at_once():
         async with openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="x") as client:
@@ -141,6 +142,7 @@ def test_seeds_choices_and_stops(client, model):
     assert (ended.finish_reason, ended.stop_reason) == ("stop", stop)
 
 
+@pytest.mark.few
 def test_penalties_and_biases_are_those_of_generate(client, model):
     """Each field by its name in a body; the ids of a body's biases are texts."""
     first = dj.generate(model, PROMPT, dj.SamplingParams(max_tokens=12)).token_ids

@@ -42,6 +42,7 @@ def is_document(text):
     )
 
 
+@pytest.mark.few
 def test_answers_are_what_was_asked_for(model):
     pytest.importorskip("llguidance")
     sampled = {"max_tokens": 200, "temperature": 1.0}

@@ -55,6 +55,34 @@ def test_pieces_make_the_whole_text(ids: list[int]) -> None:
     assert "".join(pieces) == stream.text == whole
 
 
+@pytest.mark.parametrize("make", [byte_level, byte_fallback, metaspace])
+def test_tokens_that_are_silent_add_nothing_anywhere(make: Callable[[], Tokenizer]) -> None:
+    """By definition: unknown ones, and those that are text with special tokens alone."""
+    tokenizer = make()
+    for token in [*range(tokenizer.backend.get_vocab_size()), *UNKNOWN_IDS]:
+        shown, hidden = (tokenizer.backend.decode([token], skip_special_tokens=skip) for skip in (False, True))
+        unknown = tokenizer.backend.id_to_token(token) is None
+        assert tokenizer.is_silent(token) == (unknown or (bool(shown) and not hidden))
+        assert tokenizer.is_silent(token, special=True) == unknown
+
+
+def test_byte_level_texts_are_joined_without_the_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = byte_level()
+    tokenizer.backend.add_special_tokens(["<\uff5cend\u2581of\uff5c>"])  # no letters of bytes: as it is written
+    last = tokenizer.backend.get_vocab_size() - 1
+    ids = [*ids_of("aé stop", [b"stop"]), 0xF0, 0x9F, last, SPECIAL_ID, 0x98]
+    whole = tokenizer.decode(ids, special=True)
+    assert tokenizer.joins_bytes
+    assert not any(make().joins_bytes for make in (byte_fallback, metaspace))
+    monkeypatch.setattr("dflash_jax.text.tokenizer.Tokenizer.joins_bytes", True)
+    monkeypatch.setattr(Tokenizer, "decode", lambda *_, **__: pytest.fail("it was asked"))
+    stream = TextStream(tokenizer, special=True)
+    for token in ids:
+        stream.add(token)
+    stream.finish()
+    assert stream.text == whole
+
+
 def test_special_tokens_are_text_where_asked() -> None:
     ids = [*b"ab", SPECIAL_ID, *b"c", UNKNOWN_IDS[1], SPECIAL_ID]
     whole = TOKENIZER.decode(ids, special=True)

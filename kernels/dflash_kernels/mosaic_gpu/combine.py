@@ -601,10 +601,7 @@ def swap_with_peer(tile, top, total, memory):
     """
     lane, warp = th.lane_and_warp()
     own = th.add(th.address(memory, space=3), th.mul(th.add(th.mul(warp, 32), lane), 16))
-    there = utils.inline_ptx(
-        "{ .reg .b32 rank; mov.u32 rank, %cluster_ctarank; xor.b32 rank, rank, 1; mapa.shared::cluster.u32 $0, $1, rank; }",
-        own, result_types=th.i32(), has_side_effects=True,
-    )  # fmt: skip
+    there = _at_peer(own)
     flat = [number for array in (tile, top, total) for number in _numbers(array)]
     for start in range(0, len(flat), 4):
         place = th.add(there, 128 * 4 * start)
@@ -620,6 +617,63 @@ def swap_with_peer(tile, top, total, memory):
         arrays.append(_like(array, found[:count]))
         found = found[count:]
     return arrays
+
+
+@thread_op(args=(MATRIX, GLOBAL, SCALAR))
+def give_peer(tile, memory, barrier) -> None:
+    """Begins to give the cluster's other CTA a tile, and expects one of it.
+
+    A thread's numbers go to the thread in its place over there, as in `swap_with_peer`, from where `add_given` takes them.
+
+    Args:
+      tile: float32 in registers.
+      memory: float32 `[elements of the tile]` in shared memory, where the other CTA's tile arrives.
+      barrier: int32 scalar, the address of the barrier that completes once it is there.
+    """
+    flat, lane_and_warp = _numbers(tile), th.lane_and_warp()
+    own = th.add(th.address(memory, space=3), th.mul(th.add(th.mul(lane_and_warp[1], 32), lane_and_warp[0]), 16))
+    utils.inline_ptx(
+        f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], {4 * len(flat)};", barrier, has_side_effects=True
+    )
+    there, arrival = _at_peer(own), _at_peer(barrier)
+    for start in range(0, len(flat), 4):
+        utils.inline_ptx(
+            "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [$0], {$1, $2, $3, $4}, [$5];",
+            th.add(there, 128 * 4 * start), *flat[start : start + 4], arrival, has_side_effects=True,
+        )  # fmt: skip
+
+
+@thread_op(args=(MATRIX, GLOBAL, SCALAR), returns=lambda tile, *_: matrix(tile.shape))
+def add_given(tile, memory, taken):
+    """The sum of a tile and of what the other CTA has given, and tells that it is taken.
+
+    Args:
+      tile: float32 in registers.
+      memory: float32, see `give_peer`.
+      taken: int32 scalar, the address of the other CTA's barrier for that, in the own shared memory.
+    """
+    flat, (lane, warp) = _numbers(tile), th.lane_and_warp()
+    own, found = th.add(th.address(memory, space=3), th.mul(th.add(th.mul(warp, 32), lane), 16)), []
+    for start in range(0, len(flat), 4):
+        found += th.load(th.add(own, 128 * 4 * start), 4, op="ld.shared", kind="f32")
+    utils.inline_ptx(
+        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [$0];", _at_peer(taken), has_side_effects=True
+    )
+    return _like(tile, [arith.addf(one, other) for one, other in zip(flat, found, strict=True)])
+
+
+@thread_op()
+def await_cluster() -> None:
+    """All threads of the cluster's CTAs wait for each other."""
+    _cluster_barrier()
+
+
+def _at_peer(address):
+    """The same address in the shared memory of the other CTA of a cluster of two."""
+    return utils.inline_ptx(
+        "{ .reg .b32 rank; mov.u32 rank, %cluster_ctarank; xor.b32 rank, rank, 1; mapa.shared::cluster.u32 $0, $1, rank; }",
+        address, result_types=th.i32(), has_side_effects=True,
+    )  # fmt: skip
 
 
 def _numbers(array) -> list:

@@ -20,15 +20,17 @@ from dflash_kernels.mosaic_gpu.layouts import swizzled
 from dflash_kernels.mosaic_gpu.thread_op import GLOBAL, MATRIX, SCALAR, thread_op
 
 
-@thread_op(args=(GLOBAL, MATRIX, SCALAR))
-def store_columns(target, tile, column, *, rows: int) -> None:
-    """A tile `[64, C]` of two-byte elements to columns of `target [T, G, H]` from one on; its first `rows` exist."""
+@thread_op(args=lambda *operands, rows: (GLOBAL, MATRIX, SCALAR, SCALAR)[: len(operands)])
+def store_columns(target, tile, column, first_row=None, *, rows: int) -> None:
+    """A tile `[64, C]` of two-byte elements to columns of `target [T, G, H]` from one on, and to its rows `t * G + g` from 0 on, or
+    from `first_row`; the first `rows` exist."""
     (_, group, _), (token_stride, group_stride, _) = th.shape_and_strides(target)
     lane, warp = th.lane_and_warp()
     base, own = th.address(target), th.mul(th.rem(lane, 4), 4)  # bytes: two columns of every eight
     places = []
     for half in range(2):
         row = th.add(th.add(th.mul(warp, 16), th.div(lane, 4)), 8 * half)
+        row = row if first_row is None else th.add(first_row, row)
         token = th.div(row, group)
         offset = th.add(th.mul(token, token_stride), th.mul(th.sub(row, th.mul(token, group)), group_stride))
         address = th.add(base, th.add(th.mul(th.widen_index(th.add(offset, column)), 2), th.widen_index(own)))

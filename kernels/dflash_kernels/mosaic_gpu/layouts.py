@@ -29,10 +29,10 @@ def tiled(dtype: Any) -> tuple[Any, ...]:
     return plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(128)
 
 
-def swizzled(dtype: Any, columns: int) -> tuple[Any, ...]:
-    """Shared-memory layout that matrix instructions and TMA read without bank conflicts."""
+def swizzled(dtype: Any, columns: int, most: int = 128) -> tuple[Any, ...]:
+    """Shared-memory layout that matrix instructions and TMA read without bank conflicts, swizzled over up to `most` bytes."""
     for swizzle in (128, 64, 32):
-        if columns % (swizzle // jnp.dtype(dtype).itemsize) == 0:
+        if swizzle <= most and columns % (swizzle // jnp.dtype(dtype).itemsize) == 0:
             return (
                 plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize)),
                 plgpu.SwizzleTransform(swizzle),
@@ -40,9 +40,9 @@ def swizzled(dtype: Any, columns: int) -> tuple[Any, ...]:
     raise NotImplementedError(f"rows of {columns} {jnp.dtype(dtype).name} do not tile")
 
 
-def tile_of(memory):
-    """Type of a swizzled tile `[rows, columns]` in shared memory, as an operand of an operation."""
-    return plgpu.RefType(swizzled(memory.dtype, memory.shape[1]))
+def tile_of(memory, most: int = 128):
+    """Type of a swizzled tile `[rows, columns]` in shared memory, as an operand of an operation; `most` as of `swizzled`."""
+    return plgpu.RefType(swizzled(memory.dtype, memory.shape[1], most))
 
 
 def in_key_order(q: jax.Array) -> jax.Array:

@@ -176,6 +176,8 @@ class PagedKV:
       arrivals: addresses of the barriers that evict-first copies arrive at.
       one_warp: starts copies, unless all threads of a warpgroup do.
       entries: of the table, for the first tiles, where `with_entries` has asked for them.
+      own: index of the warpgroup where each has tiles and barriers of its own, the first index of the memory and of the barriers.
+      first_column: of the columns that tiles hold, where those are not all.
     """
 
     work: Work
@@ -184,6 +186,8 @@ class PagedKV:
     arrivals: dict[str, Any]
     one_warp: bool = False
     entries: Any = None
+    own: Any = None
+    first_column: Any = None
 
     def with_entries(self) -> "PagedKV":
         """Asks for the table's entries, before the sequence's length is there."""
@@ -228,7 +232,9 @@ class PagedKV:
     def fill(self, stream: str, tile: Any, pages: list[Any]) -> None:
         """Starts the copies of one tile."""
         launch, stage, head = self.work.launch, self.stage(tile), self.work.head
-        pool, memory, barrier = self.refs[stream], self.buffers[f"{stream}_sm"], self.buffers[f"{stream}_in"].at[stage]
+        pool, memory, slot, columns = self.refs[stream], self._memory(stream), self._slot(stage), {}
+        if self.first_column is not None:
+            columns = {"first_column": self.first_column, "swizzle": most_swizzled(stream, launch.keys)}
         if launch.page_size >= launch.keys:
             part = lax.rem(tile, jnp.int32(launch.page_size // launch.keys))
             copies = [(pages[0], pl.ds(part * launch.keys, launch.keys), memory.at[stage])]
@@ -238,14 +244,29 @@ class PagedKV:
             copies = [(page, whole, memory.at[stage, rows]) for page, rows in zip(pages, places, strict=True)]
         for page, rows, target in copies:
             if launch.evict_first:
-                arrival = tma.arrival(self.arrivals[f"{stream}_in"], stage)
-                tma.copy_page_once(pool, page, head, rows, target, arrival, one_warp=self.one_warp)
+                arrival = tma.arrival(self.arrivals[f"{stream}_in"], slot)
+                tma.copy_page_once(pool, page, head, rows, target, arrival, one_warp=self.one_warp, **columns)
             else:
-                plgpu.copy_gmem_to_smem(pool.at[page, head, rows], target, barrier)
+                source = pool.at[page, head, rows]
+                if columns:
+                    source = source.at[:, pl.ds(self.first_column, memory.shape[-1])]
+                plgpu.copy_gmem_to_smem(source, target, self.buffers[f"{stream}_in"].at[slot])
 
     def stage(self, tile: Any) -> Any:
         tiles_before = lax.div(tile - self.work.begin, jnp.int32(self.work.stride))
         return lax.rem(tiles_before, jnp.int32(self.work.launch.stages))
+
+    def _slot(self, stage: Any) -> Any:
+        """Of a stage's barriers, the one that counts."""
+        return stage if self.own is None else self.own * self.work.launch.stages + stage
+
+    def _memory(self, stream: str) -> Any:
+        memory = self.buffers[f"{stream}_sm"]
+        return memory if self.own is None else memory.at[self.own]
+
+    def held(self, stream: str, tile: Any) -> Any:
+        """A tile's shared memory."""
+        return self._memory(stream).at[self.stage(tile)]
 
     def next_in_stage(self, tile: Any) -> Any:
         """The tile that takes another one's place in the ring."""
@@ -254,8 +275,8 @@ class PagedKV:
     def wait(self, stream: str, tile: Any) -> Any:
         """A tile's shared memory, once its copies have arrived."""
         stage = self.stage(tile)
-        plgpu.barrier_wait(self.buffers[f"{stream}_in"].at[stage])
-        return self.buffers[f"{stream}_sm"].at[stage]
+        plgpu.barrier_wait(self.buffers[f"{stream}_in"].at[self._slot(stage)])
+        return self._memory(stream).at[stage]
 
     def release(self, stream: str, tile: Any, pages: list[Any]) -> None:
         """Gives a used stage back and, once all warpgroups have, starts the tile that comes next in it."""
@@ -406,6 +427,11 @@ def grid(launch: Any, b: int) -> dict[str, Any]:
     return {"grid": (b, launch.splits, heads), "grid_names": ("b", "split", "heads")}
 
 
+def most_swizzled(stream: str, keys: int) -> int:
+    """Most bytes that a tile may be swizzled over: a product takes as many rows of 16-bit values at a time as numbers of that."""
+    return min(2 * keys, 128) if stream == "v" else 128
+
+
 def _padded(source, target) -> None:
     target[...] = jnp.pad(source[...], ((0, 0), (0, target.shape[1] - source.shape[1])))
 
@@ -428,15 +454,20 @@ def pad_columns(source, target) -> None:
     mgpu.commit_shared()
 
 
-def _cleared(tile, first) -> None:
+def _cleared(tile, first, *, swizzle: int = 128) -> None:
+    del swizzle
     held = tile[...]
     tile[...] = jnp.where(lax.broadcasted_iota(jnp.int32, tile.shape, 0) < first, held, jnp.zeros_like(held))
     plgpu.commit_smem()
 
 
-@thread_op(args=lambda tile, first: (tile_of(tile), SCALAR), interpret=_cleared)
-def clear_rows(tile, first) -> None:
-    """Zeroes rows of a tile in shared memory from the `first` on, an int32 scalar; then matrix instructions may read it."""
+@thread_op(args=lambda tile, first, swizzle=128: (tile_of(tile, swizzle), SCALAR), interpret=_cleared)
+def clear_rows(tile, first, *, swizzle: int = 128) -> None:
+    """Zeroes rows of a tile in shared memory from the `first` on, an int32 scalar; then matrix instructions may read it.
+
+    `swizzle`: the most bytes that the tile is swizzled over.
+    """
+    del swizzle
     (count, columns), width = th.rows_and_columns(tile), th.swizzle(tile)
     units, (lane, warp) = 2 * columns // th.CHUNK, th.lane_and_warp()
     zero, base = utils.c(0, th.i32()), th.address(tile, space=3)

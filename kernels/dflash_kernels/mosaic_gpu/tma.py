@@ -103,8 +103,11 @@ def _copy_tile(
     )  # fmt: skip
 
 
-def copy_page_once(source: Any, page: Any, head: Any, rows: Any, target: Any, barrier: Any, *, one_warp: bool) -> None:
-    """Starts an evict-first TMA copy of some rows of a page.
+def copy_page_once(
+    source: Any, page: Any, head: Any, rows: Any, target: Any, barrier: Any, *, one_warp: bool, first_column: Any = None,
+    swizzle: int = 128,
+) -> None:  # fmt: skip
+    """Starts an evict-first TMA copy of some rows of a page, or of as many columns of them as the target has.
 
     Args:
       source: `[P, K, p, H]`, or `[P, K, p]` of float32, in global memory: an argument of the kernel.
@@ -112,20 +115,28 @@ def copy_page_once(source: Any, page: Any, head: Any, rows: Any, target: Any, ba
       target: `[rows, H]`, in swizzled tiles where H is a multiple of 16, or `[rows]`, in shared memory.
       barrier: `arrival` of the one that completes.
       one_warp: runs this, not all of a warpgroup.
+      first_column: int32 scalar; None for all columns.
+      swizzle: the most bytes that the target is swizzled over.
     """
-    swizzles = len(source.shape) == 4 and source.shape[3] % 16 == 0
-    transforms = swizzled(source.dtype, source.shape[3]) if swizzles else ()
-    size = rows.size * math.prod(source.shape[3:]) * jnp.dtype(source.dtype).itemsize
+    columns = source.shape[3:] if first_column is None else target.shape[1:]
+    swizzles = len(source.shape) == 4 and columns[0] % 16 == 0
+    transforms = swizzled(source.dtype, columns[0], swizzle) if swizzles else ()
+    size = rows.size * math.prod(columns) * jnp.dtype(source.dtype).itemsize
+    places = [page, head, rows.start] + ([] if first_column is None else [first_column])
     _copy_page(
-        source, page, head, rows.start, target, barrier, transforms=transforms, rows=rows.size, size=size, one_warp=one_warp
+        source, target, barrier, *places, transforms=transforms, box=(rows.size, *columns)[: len(places) - 2], size=size,
+        one_warp=one_warp,
     )  # fmt: skip
 
 
-@thread_op(args=lambda *_, transforms, **__: (GLOBAL, *[SCALAR] * 3, plgpu.RefType(transforms), SCALAR), context=True)
-def _copy_page(
-    ctx, source, page, head, first, target, barrier, *, transforms: Any, rows: int, size: int, one_warp: bool
-):
-    page, head, first = (arith.index_cast(ir.IndexType.get(), value) for value in (page, head, first))
+@thread_op(
+    args=lambda source, target, barrier, *places, transforms, **_: (
+        GLOBAL, plgpu.RefType(transforms), SCALAR, *[SCALAR] * len(places)
+    ),
+    context=True,
+)  # fmt: skip
+def _copy_page(ctx, source, target, barrier, *places, transforms: Any, box: tuple[int, ...], size: int, one_warp: bool):
+    page, head, *starts = (arith.index_cast(ir.IndexType.get(), value) for value in places)
     threads = WARP if one_warp else WARPGROUP
     scope = utils.ThreadSubset.WARP if one_warp else utils.ThreadSubset.WARPGROUP
     # Pallas's barriers count arrivals of all threads of a warpgroup: each expects its share of the bytes.
@@ -138,8 +149,9 @@ def _copy_page(
     tiles: dict[str, Any] = {}
     if transforms:
         tiles = {"gmem_transform": mgpu.TileTransform(transforms[0].tiling), "swizzle": transforms[1].swizzle}
+    parts = [utils.ds(*part) for part in zip(starts, box, strict=True)]
     ctx.async_copy(
-        src_ref=source, dst_ref=target, gmem_slice=(page, head, utils.ds(first, rows)), arrive=False,
+        src_ref=source, dst_ref=target, gmem_slice=(page, head, *parts), arrive=False,
         barrier=_Barrier(barrier), predicate=utils.single_thread_predicate(scope), **tiles,
     )  # fmt: skip
     _add_hint()

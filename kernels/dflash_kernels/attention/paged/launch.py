@@ -21,25 +21,25 @@ class Tuning:
     Attributes:
       splits: CTAs that share a sequence's pages (split-KV).
       stages: of the ring of keys and values.
-      keys: keys of a tile, 64 or 128.
+      keys: keys of a tile, 64 or 128; 32 or 64 of heads wider than 256.
       min_tiles: fewest tiles worth a split.
       merge: who combines the splits afterwards, "kernel" or "xla".
       together: a cluster of up to eight, the CTAs of a sequence's splits, combines them itself.
+      paired: of heads wider than 256, whether two CTAs of a cluster have half of the columns each.
     """
 
     splits: int | None = None
     stages: int | None = None
-    keys: int = 64
+    keys: int | None = None
     min_tiles: int = 1
     merge: str | None = None
     together: bool | None = None
+    paired: bool | None = None
 
     def __post_init__(self):
-        stages, splits = (2 if self.stages is None else self.stages), (1 if self.splits is None else self.splits)
-        if self.keys not in (64, 128) or stages < 2 or min(splits, self.min_tiles) < 1:
-            raise ValueError(
-                f"takes tiles of 64 or 128 keys, 2 stages or more, and a part and a tile or more, not {self}"
-            )
+        stages, splits = (1 if number is None else number for number in (self.stages, self.splits))
+        if self.keys not in (None, 32, 64, 128) or min(stages, splits, self.min_tiles) < 1:
+            raise ValueError(f"takes tiles of 32, 64 or 128 keys, and a stage, a part and a tile or more, not {self}")
         if self.merge not in (None, "kernel", "xla"):
             raise ValueError(f'merge is "kernel", "xla" or None, not {self.merge!r}')
 
@@ -59,6 +59,9 @@ class Launch:
       items: work items of a `PagedSchedule`; the last CTA of a sequence's to finish combines its splits. 0 without one.
       evict_first: pages are copied with a hint that they are read once.
       fragments: splits are stored as the fragments that threads hold (`combine.store_fragments`).
+      halves: two warpgroups share query rows, and each has half of the columns.
+      paired: these are warpgroups of two CTAs, a cluster.
+      flows: products of two tiles are on their way at a time.
       invariant: over 8-bit pages, whether a row's bits depend on no other row and not on how many keys there are.
     """
 
@@ -85,6 +88,9 @@ class Launch:
     items: int = 0
     evict_first: bool = False
     fragments: bool = False
+    halves: bool = False
+    paired: bool = False
+    flows: bool = False
     invariant: bool = False
 
     @property
@@ -93,13 +99,23 @@ class Launch:
         return self.together or self.items > 0
 
     @property
+    def unstaged(self) -> bool:
+        """Whether results leave from registers alone: memory for them would leave no room for a third stage of heads of 256."""
+        return self.halves or (self.head_dim == 256 and self.stages > 2 and not self.combines)
+
+    def unpaired(self) -> "Launch":
+        """The same in one CTA, for the interpreter, which knows no other one's memory."""
+        row_blocks = -(-self.tokens * self.group // ROWS) if self.paired else self.row_blocks
+        return dataclasses.replace(self, paired=False, row_blocks=row_blocks)
+
+    @property
     def pair(self) -> bool:
         """Whether a cluster of two exchanges halves and writes the output."""
         return self.together and self.splits == 2
 
     @property
     def block_rows(self) -> int:
-        return self.warpgroups * self.rows
+        return self.rows if self.halves and not self.paired else self.warpgroups * self.rows
 
     @property
     def width(self) -> int:
@@ -116,13 +132,18 @@ def plan(
     tuning: Tuning, *, b: int, tokens: int, group: int, head_dim: int, page_size: int, kv_heads: int, table_width: int,
     has_sinks: bool, items: int = 0, **mask: Any,
 ) -> Launch:  # fmt: skip
-    """Cuts a call into CTAs, `items` for each KV head where a schedule says which and the shapes are such as it takes."""
+    """Cuts a call into CTAs, `items` for each KV head where a schedule says which and the shapes are such as it takes.
+
+    Raises ValueError for a tuning that asks for fewer than two stages or for tiles of 32 keys.
+    """
+    if tuning.keys == 32 or tuning.stages == 1:
+        raise ValueError(f"takes tiles of 64 or 128 keys and two stages or more with heads of {head_dim}, not {tuning}")
     tiles = -(-tokens * group // ROWS)
     width = -(-head_dim // 16) * 16
     # Two warpgroups of wider heads would not fit into shared memory, and do not share rows that are padded.
     warpgroups = min(tiles, 2 if head_dim <= 128 and width == head_dim else 1)
     row_blocks = -(-tiles // warpgroups)
-    keys = tuning.keys
+    keys = tuning.keys or 64
     if page_size > keys and page_size % keys:
         keys = 64
     ctas = b * kv_heads * row_blocks
@@ -163,6 +184,37 @@ def plan(
 def takes_items(rows: int, head_dim: int, has_sinks: bool) -> bool:
     """Whether the splits of calls of that kind can be combined by their own CTAs."""
     return rows <= ROWS and head_dim in (64, 128) and not has_sinks
+
+
+def plan_wide(
+    tuning: Tuning, *, b: int, tokens: int, group: int, head_dim: int, page_size: int, kv_heads: int, table_width: int,
+    has_sinks: bool, items: int = 0, **mask: Any,
+) -> Launch:  # fmt: skip
+    """Cuts a call with heads wider than 256 into CTAs of two warpgroups that share 64 query rows; a schedule is not followed.
+
+    Raises ValueError for a tuning that asks for tiles of 128 keys.
+    """
+    del items
+    tiles, keys = -(-tokens * group // ROWS), tuning.keys or 64
+    paired = bool(tuning.paired)
+    row_blocks = -(-tiles // 2) if paired else tiles
+    if keys > ROWS:
+        raise ValueError(f"takes tiles of 32 or 64 keys with heads of {head_dim}, not {tuning}")
+    splits = tuning.splits
+    if splits is None:
+        ctas, rows = b * kv_heads * row_blocks * (2 if paired else 1), min(tokens * group, ROWS)
+        splits = best_splits(ctas, MULTIPROCESSORS, table_width * page_size, keys, rows)
+    direct = splits == 1 and not has_sinks and (tiles == 1 or ROWS % group == 0)
+    stages = tuning.stages
+    if stages is None:
+        held = ROWS * head_dim * 2 + 2 * ROWS * keys * 4  # queries, and scores of half of the columns
+        stage = keys * head_dim * (2 if paired else 4)
+        stages = max(min((SHARED_MEMORY - held - BARRIERS) // stage, 4), 1)
+    return Launch(
+        tokens=tokens, group=group, head_dim=head_dim, page_size=page_size, table_width=table_width, kv_heads=kv_heads,
+        warpgroups=2, rows=ROWS, row_blocks=row_blocks, keys=keys, stages=stages, splits=splits, min_tiles=tuning.min_tiles,
+        direct=direct, halves=True, paired=paired, flows=paired, evict_first=row_blocks == 1, **mask,
+    )  # fmt: skip
 
 
 def plan_narrow(

@@ -8,12 +8,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int8
 
-from dflash_kernels.attention.paged.launch import KERNEL_COMBINES, Tuning, plan, plan_narrow
+from dflash_kernels.attention.paged.launch import KERNEL_COMBINES, Tuning, plan, plan_narrow, plan_wide
 from dflash_kernels.attention.paged.schedule import PagedSchedule
 from dflash_kernels.core.device import require_hopper, require_page_size
 from dflash_kernels.core.tuning import choose
 
-HEAD_DIMS = (64, 72, 80, 96, 128, 192, 256)
+HEAD_DIMS = (64, 72, 80, 96, 128, 192, 256, 512)
+WIDE = 512  # a head dim whose sums fill the registers of two warpgroups
 NARROW_HEAD_DIMS = (64, 128, 192, 256)
 FEW_ROWS = 8
 FARTHEST = 1.5  # as in `choose`: the number of splits follows from the exact numbers of sequences, rows and keys
@@ -89,6 +90,7 @@ def _attend(
     # Not at the top: other machines need neither Pallas nor the time its import takes.
     from dflash_kernels.attention.paged import mosaic_gpu_sm90 as sm90
     from dflash_kernels.attention.paged import mosaic_gpu_sm90_8bit as sm90_8bit
+    from dflash_kernels.attention.paged import mosaic_gpu_sm90_wide as sm90_wide
     from dflash_kernels.mosaic_gpu import combine
 
     b, tokens, n, head_dim = q.shape
@@ -98,13 +100,13 @@ def _attend(
     dealt: dict[str, Any] = {} if schedule is None else {"items": schedule.items.shape[0]}
     if k_scale is not None:
         dealt["invariant"] = invariant  # which those over pages in sixteen bits are
-    launch = (plan if k_scale is None else plan_narrow)(
+    launch = (plan_narrow if k_scale is not None else plan_wide if head_dim == WIDE else plan)(
         tuning, b=b, tokens=tokens, group=group, head_dim=head_dim, page_size=page_size, kv_heads=kv_heads,
         table_width=page_table.shape[1], has_sinks=sinks is not None, **dealt, **mask,
     )  # fmt: skip
     if interpret is not None:
         # The interpreter has no shared memory of other CTAs, and no hints.
-        launch = dataclasses.replace(launch, together=False, evict_first=False)
+        launch = dataclasses.replace(launch.unpaired(), together=False, evict_first=False)
     integers = [array.astype(jnp.int32) for array in (page_table, seq_lens, q_lens)]
     if slopes is not None:
         slopes = jnp.tile(slopes.astype(jnp.float32).reshape(kv_heads, 1, group), (1, tokens, 1)).reshape(
@@ -126,9 +128,11 @@ def _attend(
     merge = tuning.merge or ("kernel" if launch.splits >= KERNEL_COMBINES else "xla")
     if k_scale is None or v_scale is None:
         # Of few rows a split in token order is as quick.
-        if merge == "kernel" and not whole and interpret is None and rows > FEW_ROWS and head_dim % 16 == 0:
+        fragments = interpret is None and rows > FEW_ROWS and head_dim % 16 == 0 and not launch.halves
+        if merge == "kernel" and not whole and fragments:
             launch = dataclasses.replace(launch, fragments=True)
-        out, parts_lse = sm90.attention(launch, grouped, k_pages, v_pages, slopes, *integers, interpret=interpret)
+        kernel = sm90_wide if launch.halves else sm90
+        out, parts_lse = kernel.attention(launch, grouped, k_pages, v_pages, slopes, *integers, interpret=interpret)
     else:
         out, parts_lse = sm90_8bit.attention(
             launch, grouped, k_pages, v_pages, k_scale, v_scale, slopes, *integers, interpret=interpret

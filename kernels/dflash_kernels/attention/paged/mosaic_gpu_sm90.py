@@ -65,7 +65,7 @@ def attention(
         out = jax.ShapeDtypeStruct((b, launch.tokens, launch.kv_heads, launch.group, launch.head_dim), q.dtype)
     else:
         out = jax.ShapeDtypeStruct((b, launch.kv_heads, launch.splits, written, launch.head_dim), jnp.float32)
-    given = _given(q=q, k=k_pages, v=v_pages, slopes=slopes, table=table, seq_lens=seq_lens, q_lens=q_lens)
+    given = given_arrays(q=q, k=k_pages, v=v_pages, slopes=slopes, table=table, seq_lens=seq_lens, q_lens=q_lens)
 
     def body(*refs, **buffers):
         named = dict(zip([*given, "o", "lse"], refs, strict=True))
@@ -94,7 +94,7 @@ def attention_by_items(
       Output `[B, T, K, G, H]` and natural lse `[B, K, 1, 64]` float32 of all splits together.
     """
     b, rows = q.shape[0], launch.tokens * launch.group
-    given = _given(
+    given = given_arrays(
         q=q, k=k_pages, v=v_pages, slopes=slopes, items=schedule.items, table=table, seq_lens=seq_lens, q_lens=q_lens
     )
     counters = (schedule.arrived,) if interpret is None else ()
@@ -128,7 +128,7 @@ def attention_by_items(
     return out, whole[:, :, None]
 
 
-def _given(**arrays: jax.Array | None) -> dict[str, jax.Array]:
+def given_arrays(**arrays: jax.Array | None) -> dict[str, jax.Array]:
     return {name: array for name, array in arrays.items() if array is not None}
 
 
@@ -142,6 +142,8 @@ def scratch(launch: Launch, dtype: Any, interpret: Any) -> dict[str, Any]:
     if launch.pair:
         # What the other CTA writes to.
         buffers["swapped_sm"] = plgpu.SMEM((SWAPPED * (launch.head_dim // 4 + 4),), jnp.float32)
+        return buffers
+    if launch.unstaged and interpret is None:
         return buffers
     return buffers | epilogue.scratch(launch, dtype)
 
@@ -251,15 +253,7 @@ def _step(cta: Cta, tile: Any, carry: Any, *, masked: bool) -> tuple[Any, Any, A
     coming = kv.pages(kv.next_in_stage(tile))
     scores = scores_of(cta.buffers["q_sm"].at[cta.work.warpgroup], _tile(cta, "k", tile), launch.keys)
     kv.release("k", tile, coming)
-    if launch.soft_cap is None:
-        scale_log2 = launch.scale * LOG2E
-    else:
-        scores, scale_log2 = softmax.precise_tanh(scores * (launch.scale / launch.soft_cap)), launch.soft_cap * LOG2E
-    if "slopes" in cta.refs:
-        scores, scale_log2 = scores * scale_log2 + _alibi(cta, tile), 1.0
-    if masked:
-        scores = jnp.where(cta.work.mask(tile, ROW), scores, -jnp.inf)
-    weights, alpha, row_max, row_sum = softmax.online_step(scores, row_max, row_sum, scale_log2)
+    weights, alpha, row_max, row_sum = weigh(cta, tile, scores, row_max, row_sum, masked=masked)
     acc = softmax.rescaled(acc, alpha)
     weights = weights.astype(cta.buffers["v_sm"].dtype)
     values = _tile(cta, "v", tile)
@@ -269,6 +263,20 @@ def _step(cta: Cta, tile: Any, carry: Any, *, masked: bool) -> tuple[Any, Any, A
     acc = add_values(acc, weights, values, staged)
     kv.release("v", tile, coming)
     return acc, row_max, row_sum
+
+
+def weigh(cta: Cta, tile: Any, scores: Any, row_max: Any, row_sum: Any, *, masked: bool) -> tuple[Any, Any, Any, Any]:
+    """`softmax.online_step` of a tile's products of queries and keys: scaled, capped, with ALiBi's share added, masked."""
+    launch = cta.launch
+    if launch.soft_cap is None:
+        scale_log2 = launch.scale * LOG2E
+    else:
+        scores, scale_log2 = softmax.precise_tanh(scores * (launch.scale / launch.soft_cap)), launch.soft_cap * LOG2E
+    if "slopes" in cta.refs:
+        scores, scale_log2 = scores * scale_log2 + _alibi(cta, tile), 1.0
+    if masked:
+        scores = jnp.where(cta.work.mask(tile, ROW), scores, -jnp.inf)
+    return softmax.online_step(scores, row_max, row_sum, scale_log2)
 
 
 def _tile(cta: Cta, stream: str, tile: Any) -> Any:
@@ -323,16 +331,19 @@ def _epilogue_of_nothing(cta: Cta) -> None:
 
 
 def _write(cta: Cta, out: Any, lse: Any) -> None:
-    launch, work, o_sm = cta.launch, cta.work, cta.buffers["o_sm"]
+    launch, work = cta.launch, cta.work
     cta.lse_row.at[pl.ds(work.first_row, ROWS)][...] = lse
     if launch.combines:
         if launch.together:
             cta.buffers["lse_sm"][...] = lse
         if out is not None:
-            o_sm.at[work.warpgroup][...] = out
+            cta.buffers["o_sm"].at[work.warpgroup][...] = out
     elif out is None:
         return
+    elif launch.direct and "o_sm" not in cta.buffers:
+        rows = launch.tokens * launch.group
+        epilogue.store_columns(cta.out, out.astype(cta.refs["o"].dtype), jnp.int32(0), work.first_row, rows=rows)
     elif launch.direct or interpreting():
-        epilogue.write_through(launch, cta.refs, work, o_sm, out)
+        epilogue.write_through(launch, cta.refs, work, cta.buffers["o_sm"], out)
     else:
         epilogue.write_split(launch, cta.refs, work, out)

@@ -16,6 +16,7 @@ from dflash_kernels.fused.experts.plan import (
 
 CHOICE = Choice(normed=True, scale=1.0)
 TILE_BYTES = PIECES * PIECE * 4
+CONSUMERS = (5, 3, 2, 1), (3, 2, 1)  # for groups of 8 columns, and of more, whose rings need the room
 _MOST_PARTIAL_ROWS = 16  # entries for which partial results of the second product cost less than idle multiprocessors
 
 
@@ -64,8 +65,8 @@ def plan(
     if hidden % TILE or inner % TILE:
         raise NotImplementedError(f"takes widths in {TILE}s, not {hidden} and {inner}")
     units = hidden // TILE, inner // TILE
-    consumers = next(count for count in (3, 2, 1) if all(size % count == 0 for size in units))
     columns = next((size for size in (8, 16, 32) if entries <= experts * size * 2 // 5), 64)
+    consumers = next(count for count in CONSUMERS[columns > 8] if all(size % count == 0 for size in units))
     parts = _parts(tokens, top_k, experts, units, consumers, ctas)
     x_stage = consumers * TILE * 2 * columns
     x_stages = max(X_SHARED // x_stage, 3) if columns > 8 else 8
