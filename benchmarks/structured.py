@@ -48,7 +48,7 @@ RECORD = {
 SCHEMA = {"type": "array", "minItems": 3, "items": RECORD}
 PROMPT = "def records():\n    return "
 TOKENS, PROMPT_TOKENS, ACCEPTANCE = 384, 32, 6.0
-MODEL_LEN, CYCLES = 448, 16
+MODEL_LEN, CYCLES = 448, 8
 
 
 class Letters:
