@@ -66,7 +66,7 @@ BENCHMARKS = {
     "train_dspark": ("train_drafters.py --kinds dspark --start shipped --rate 1e-3 --seed 1", 600),
     "pair_window": ("pair.py --draft-window 64", 60),
     "peers": ("peers.py --models qwen3-4b --context 1024 --batch 1 8 32", 120),
-    "attention": ("attention.py --without-xla", 140),
+    "attention": ("attention.py --without-xla", 180),
     "prefill": ("prefill.py", 80),
     "chunks": ("chunks.py", 90),
     "cascade": ("cascade.py", 120),
