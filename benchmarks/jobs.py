@@ -66,7 +66,7 @@ BENCHMARKS = {
     "train_dspark": ("train_drafters.py --kinds dspark --start shipped --rate 1e-3 --seed 1", 600),
     "pair_window": ("pair.py --draft-window 64", 60),
     "peers": ("peers.py --models qwen3-4b --context 1024 --batch 1 8 32", 120),
-    "attention": ("attention.py --without-xla", 140),
+    "attention": ("attention.py --without-xla", 180),
     "prefill": ("prefill.py", 80),
     "chunks": ("chunks.py", 90),
     "cascade": ("cascade.py", 120),
@@ -81,7 +81,7 @@ BENCHMARKS = {
     "cache_write": ("cache_write.py", 40),
     "moe_30b": ("moe.py --shape Qwen3-30B-A3B --without-ragged --tokens 1 8 16 128 512", 120),
     "structured": ("structured.py --shapes qwen3-4b", 200),
-    "serving": ("serving.py --shapes qwen3-4b", 130),
+    "serving": ("serving.py --shapes qwen3-4b --dispatch late early", 200),
     "moe_lite": ("moe.py --without-ragged --tokens 1 16 128 512 2048", 120),
 }
 # Jobs whose rows nobody has brought home yet; their seconds are guesses.

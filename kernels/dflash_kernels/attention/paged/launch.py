@@ -100,8 +100,8 @@ class Launch:
 
     @property
     def unstaged(self) -> bool:
-        """Whether results leave from registers alone: memory for them would leave no room for a third stage of wide heads."""
-        return self.halves or (self.head_dim > 128 and self.stages > 2 and not self.combines)
+        """Whether results leave from registers alone: memory for them would leave no room for a third stage of heads of 256."""
+        return self.halves or (self.head_dim == 256 and self.stages > 2 and not self.combines)
 
     def unpaired(self) -> "Launch":
         """The same in one CTA, for the interpreter, which knows no other one's memory."""
