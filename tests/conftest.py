@@ -15,6 +15,7 @@ import re
 import shutil
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -25,16 +26,17 @@ import pytest
 from jaxtyping import AbstractArray, TypeCheckError, install_import_hook
 
 CHECKED = ("dflash_jax", "dflash_kernels")
-# Calls of a function whose arguments are held against its annotations, in each test.
+# Calls of a function whose arguments are held against its annotations, in each turn: a file of tests, or one test.
 CHECKED_CALLS = 3
-_test = 0  # how many tests have begun
-# Files of few tests that take a minute or more: begun last, they would keep one process busy while the others have nothing left.
+_checked_in: object = None  # the file or the test of this turn
+_turn = 0
+# Files of few tests that take half a minute or more: begun last, they would keep one process busy while the others have nothing
+# left.
 LONG = (
-    "test_schedules.py", "test_shipped_pair.py", "test_notebooks.py", "test_attention_chain.py", "test_shipped_target.py",
-    "test_pipeline.py", "test_kimi_shape.py", "test_memory.py", "test_lossless.py", "test_paged_attention_mosaic.py",
-    "test_scheduler.py", "test_column_blocks.py", "test_together.py", "test_mla_lossless.py", "test_quantised.py",
-    "test_cross_lowering.py", "test_paged_attention_narrow.py", "test_ragged_attention_mosaic.py", "test_routed_experts.py",
-    "test_mla_attention_mosaic.py",
+    "test_notebooks.py", "test_server.py", "test_schedules.py", "test_cross_lowering.py", "test_cli.py", "test_shipped_pair.py",
+    "test_pipeline.py", "test_memory.py", "test_lossless.py", "test_load.py", "test_together.py", "test_readme.py",
+    "test_hybrid_lossless.py", "test_runners.py", "test_engine.py", "test_sampling_law.py", "test_scheduler.py", "test_bench.py",
+    "test_operations.py", "test_structure.py", "test_sparse_lossless.py", "test_attention_chain.py",
 )  # fmt: skip
 # What an op says, whose only candidate was Triton's kernel, or `jax_triton()` itself. Other refusals, and those that came before an
 # op asked for Triton's, are failures.
@@ -54,6 +56,10 @@ SHARING = ("cli", "decoding", "engine", "execution", "interactive", "models", "s
 # Objects that are made before garbage is looked for, and such looks before the older ones are looked through, and the oldest: a
 # process of tests holds millions, and looking through them took a tenth of its time.
 GARBAGE = (50_000, 20, 50)
+# Files whose processors' seconds are told at the end, and the name of that property of a report.
+SHOWN = 15
+SPENT = "processors' seconds"
+_spent = sum(os.times()[:4])
 # Mappings of memory that a process of tests may keep from file to file: past 65,530 (vm.max_map_count of Linux), XLA crashes.
 MAPPINGS = 20_000
 
@@ -62,7 +68,8 @@ def check_annotations(function: Any = None, *, typechecker: Any) -> Any:
     """What jaxtyping's import hook decorates with: jaxtyping itself where axes of arrays are named, beartype alone where none are.
 
     jaxtyping binds every call's arguments anew, which took a sixth of the engine's tests, and beartype does not. Both check the
-    first `CHECKED_CALLS` of a function in each test: further ones, of other layers and other turns, took a fifth.
+    first `CHECKED_CALLS` of a function in each file of tests, of ops and where all cases run in each test: all calls took a fifth
+    of an engine's tests, and the first ones of each test an eighth.
     """
     if function is None:
         return functools.partial(check_annotations, typechecker=typechecker)
@@ -74,14 +81,14 @@ def check_annotations(function: Any = None, *, typechecker: Any) -> Any:
 
 
 def _first_calls(function: Any, check: Callable[[Any], Any]) -> Any:
-    """`function`, checked in the first calls of a test. The check is made once there is one: most functions are not called."""
-    test, left, checked = -1, 0, None
+    """`function`, checked in the first calls of a turn. The check is made once there is one: most functions are not called."""
+    turn, left, checked = -1, 0, None
 
     @functools.wraps(function)
     def call(*args: Any, **named: Any) -> Any:
-        nonlocal test, left, checked
-        if test != _test:
-            test, left = _test, CHECKED_CALLS
+        nonlocal turn, left, checked
+        if turn != _turn:
+            turn, left = _turn, CHECKED_CALLS
         if not left:
             return function(*args, **named)
         left -= 1
@@ -180,15 +187,22 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """See `GARBAGE`."""
+    """See `GARBAGE`. What tests spend counts from here."""
+    global _spent
+    _spent = sum(os.times()[:4])
     gc.set_threshold(*GARBAGE)
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup() -> None:
-    """Annotations are checked anew: see `check_annotations`."""
-    global _test
-    _test += 1
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Annotations are checked anew, in each file or in each test: see `check_annotations`."""
+    global _checked_in, _turn
+    if _checked_in != (place := item.nodeid if _checks_each_test(item) else item.path):
+        _checked_in, _turn = place, _turn + 1
+
+
+def _checks_each_test(item: pytest.Item) -> bool:
+    return item.config.getoption("all_cases") or item.path.parent.name == "kernels"
 
 
 @pytest.hookimpl(wrapper=True)
@@ -200,6 +214,30 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
         if item.get_closest_marker("gpu") and WITHOUT_TRITON.fullmatch(str(error)):
             pytest.skip("jax-triton is not installed: pip install 'dflash-jax[triton]'")
         raise
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[Any]:
+    """Keeps the processors' seconds of a test's three parts, and of the processes it waited for."""
+    global _spent
+    report, before, _spent = (yield), _spent, sum(os.times()[:4])
+    report.user_properties.append((SPENT, _spent - before))
+    return report
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Where the time of many tests went: by folder, and the longest files."""
+    folders, files = Counter[str](), Counter[str]()
+    for report in itertools.chain(*terminalreporter.stats.values()):
+        for name, seconds in getattr(report, "user_properties", ()):
+            if name == SPENT:
+                path = Path(report.nodeid.partition("::")[0])
+                folders[path.parent.name] += seconds
+                files[path.name] += seconds
+    if len(files) > SHOWN:
+        terminalreporter.section(f"{folders.total():.0f} seconds of processors")
+        for found in (folders.most_common(), files.most_common(SHOWN)):
+            terminalreporter.write_line(", ".join(f"{name} {seconds:.0f}" for name, seconds in found))
 
 
 @pytest.fixture(autouse=True)

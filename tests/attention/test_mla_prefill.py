@@ -34,6 +34,7 @@ def test_packed_parts_agree_with_float64(monkeypatch, context, queries, chunk: i
     np.testing.assert_allclose(out, batch.oracle(6), rtol=0, atol=1e-5)
 
 
+@pytest.mark.few
 def test_a_hopper_gpu_gets_its_kernels() -> None:
     """In the shape of DeepSeek-V2-Lite."""
     heads, rank, rotated = 16, 512, 64

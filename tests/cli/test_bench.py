@@ -108,6 +108,7 @@ def test_imposed_acceptance_is_gained_and_marked(model, mean) -> None:
     assert model.engine.imposed_acceptance is None
 
 
+@pytest.mark.few
 def test_two_imposed_acceptances_are_of_slots_by_turns(model) -> None:
     chances = imposed_chances((1.5, 3.5), 3, 5)
     np.testing.assert_array_equal(chances[2:], chances[:3])
@@ -304,12 +305,14 @@ def test_random_prompts_are_given_room_before_weights_are_read(target, capsys, m
     assert len(lengths) == 3
 
 
+@pytest.mark.few
 def test_command_without_drafting(target, capsys) -> None:
     options = ["--input-length", "5", "--output-length", "4", "--requests", "2", "--no-draft"]
     assert main(["bench", "--model", str(target), *options]) == 0
     assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()[2:]] == [["1", "no"]]
 
 
+@pytest.mark.few
 def test_a_published_shape_with_random_weights(monkeypatch) -> None:
     small = {
         "hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1, "head_dim": 16,

@@ -34,6 +34,7 @@ def test_generate_prints_the_text_and_nothing_else(target, capsys):
     assert err == ""
 
 
+@pytest.mark.few
 def test_several_prompts_come_in_order(target, capsys):
     prompts = ["first", "second one", "3"]
     assert main(["generate", *prompts, "--model", str(target), "--max-tokens", "24"]) == 0
@@ -52,6 +53,7 @@ def test_json_holds_the_whole_completion(target, capsys):
         assert row["stats"]["tokens_per_s"] > 0
 
 
+@pytest.mark.few
 def test_several_completions_with_the_models_own_temperature(target, tmp_path, capsys):
     shutil.copytree(target, tmp_path / "own")
     (tmp_path / "own" / "generation_config.json").write_text('{"temperature": 0.9, "top_k": 7}')
@@ -225,6 +227,7 @@ def test_pages_in_int8_with_texts_to_calibrate_on(target, tmp_path, capsys):
     assert main([*command, "--calibration", str(tmp_path / "none")]) == 4
 
 
+@pytest.mark.few
 def test_pages_in_eight_bits(target, capsys):
     """As asked for, the text is what `load` with that option gives; `info` counts the smaller pages."""
     assert main(["generate", "ab", "--model", str(target), "--max-tokens", "9", "--cache-dtype", "fp8"]) == 0

@@ -70,6 +70,7 @@ print(len(xla_bridge._backends) > 0)
     assert done.stdout.splitlines() == ["[]", "True"]
 
 
+@pytest.mark.few
 def test_orbax_is_imported_for_converted_folders_alone():
     code = "import sys; import dflash_jax.generation; print('orbax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

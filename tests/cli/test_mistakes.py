@@ -128,6 +128,7 @@ def test_an_import_that_fails_by_itself_is_not_called_an_interrupt(monkeypatch):
         main(["info"])
 
 
+@pytest.mark.few
 def test_reader_of_a_plan_that_leaves(target):
     """As `| head -1` does."""
     process = subprocess.Popen([*CONVERT, str(target), "--dry-run"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)

@@ -227,6 +227,7 @@ def test_second_process_finds_the_programs_and_writes_the_same_text(target, tmp_
     assert waits[1] < waits[0]
 
 
+@pytest.mark.few
 def test_unusable_folder_is_a_note_and_no_error(target, tmp_path):
     (tmp_path / "dflash_jax").write_text("a file in the way")
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "JAX_COMPILATION_CACHE_DIR": ""}

@@ -387,6 +387,7 @@ def compile_in_a_process(folder, start, answers):
     answers.put((run(), len(TRACED), noticed))
 
 
+@pytest.mark.few
 def test_processes_at_once_do_not_spoil_each_other(folder, notices, monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).parents[2])  # where new processes find this module by its name
     context = multiprocessing.get_context("spawn")

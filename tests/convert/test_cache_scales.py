@@ -186,6 +186,7 @@ def test_conversion_keeps_them_in_both_directions(hf, bits, shape) -> None:
         open_converted(hf.root / "out")
 
 
+@pytest.mark.few
 def test_pages_are_kept_on_them(hf, tmp_path) -> None:
     """`auto` keeps pages in float8 on the checkpoint's scales: texts are those of the same model with a file of these scales."""
     tensors = scale_tensors(NAMES["compressed"], (HEADS,))

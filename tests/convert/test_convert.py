@@ -112,6 +112,7 @@ def test_drafter_with_everything_of_its_own(hf, bits):
     ]
 
 
+@pytest.mark.few
 def test_a_drafter_as_the_speculators_library_writes_it(hf, bits):
     """The same weights with z-lab's file beside them and with that library's; the way back keeps its file."""
     config = hf.dflash_config | {"draft_vocab_size": 40, "num_target_layers": None}

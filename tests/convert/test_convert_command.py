@@ -205,6 +205,7 @@ def test_unexpected_failures_leave_nothing(hf, monkeypatch, capsys):
     assert not list(hf.root.glob("out*"))
 
 
+@pytest.mark.few
 def test_the_installed_command_and_its_module_agree(hf):
     """One run through a real process: exit code, and nothing but the result on stdout."""
     source = hf.qwen3()

@@ -126,6 +126,7 @@ def emitted_texts(adjust: Adjustments, blind: bool) -> tuple[jax.Array, jax.Arra
     return carry[2], accepted[0]
 
 
+@pytest.mark.few
 def test_sampled_blocks_have_the_law_of_the_definitions() -> None:
     request, vocab = asked(0, (2,), **PENALTIES, **FILTERS), len(TARGET)
     adjust = jax.tree.map(lambda leaf: jnp.repeat(leaf, SAMPLES, axis=0), adjustments([(request, [START])], vocab))

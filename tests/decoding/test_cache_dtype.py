@@ -137,6 +137,7 @@ def test_no_layer_and_no_side_is_left_out(wanted) -> None:
         inspect.unwrap(check_cache_dtype)(target_config(), wanted)
 
 
+@pytest.mark.few
 def test_pages_in_float8_e5m2(make_pair, make_prompts) -> None:
     """Under vLLM's name, on scales of 1, for target and drafter: text is that of plain decoding."""
     assert LoadOptions(cache_dtype="fp8_e5m2", draft_cache_dtype="fp8_e5m2").cache_dtype == "fp8_e5m2"

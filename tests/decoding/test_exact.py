@@ -83,6 +83,7 @@ def test_who_drafts_runs_beside_who_does_not(exact, make_prompts):
     assert list(found.values()) == alone
 
 
+@pytest.mark.few
 def test_lost_pages_give_nothing_twice(make_pair, exact, make_prompts):
     """A request that lost its pages begins again, and what it had given out is not given out again."""
     prompts = make_prompts((40, 33, 20, 50))
@@ -114,6 +115,7 @@ def test_an_interrupt_gives_nothing_twice(exact, make_prompts, monkeypatch):
     assert taken == whole
 
 
+@pytest.mark.few
 def test_penalties_are_in_batches_of_their_own(exact, make_prompts):
     """Each text is the one it has alone, and all come to an end."""
     prompts = make_prompts((20, 7, 40))

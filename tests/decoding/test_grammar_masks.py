@@ -77,6 +77,7 @@ def by_turns(text: list[int]) -> set[int]:
     return set(range(32, 64)) if len(text) % 2 else {*range(32), END}
 
 
+@pytest.mark.few
 def test_texts_are_masked_step_by_step_and_drafting_changes_none(make_pair: Any, monkeypatch: Any) -> None:
     pair = make_pair(max_batch=2, num_pages=5, max_model_len=64)
     forever, ten = (grammar_of(f"([!-@][A-`]){times}", VOCAB, END) for times in ("*", "{5}"))
@@ -144,6 +145,7 @@ def test_texts_are_masked_step_by_step_and_drafting_changes_none(make_pair: Any,
     assert texts_of(pair, [asks[0]], draft=True)[0] == [plain[0]]
 
 
+@pytest.mark.few
 def test_results_are_looked_at_before_the_next_cycles_begin(make_pair: Any, monkeypatch: Any) -> None:
     """Cycles that ask the host return with results: a call behind them would only keep those back."""
     pair = make_pair(max_batch=2, max_model_len=64)

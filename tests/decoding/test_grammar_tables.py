@@ -91,6 +91,7 @@ def test_texts_are_those_of_the_host(make_pair: Any, monkeypatch: Any) -> None:
     assert {("regular", "structured"), ("structured", "regular")} <= set(switched)
 
 
+@pytest.mark.few
 def test_grammars_wait_for_room(make_pair: Any, monkeypatch: Any) -> None:
     """Where the tables of those that run leave none."""
     tables = [tabled(f"[!-@]{{{count}}}") for count in (12, 13, 14)]

@@ -138,6 +138,7 @@ def test_a_request_that_loses_its_pages_is_prefilled_again(hybrid: Pair) -> None
     assert [[t for update in updates if update.index == i for t in update.tokens] for i in range(3)] == expected
 
 
+@pytest.mark.few("moe")
 def test_no_page_is_shared(hybrid: Pair) -> None:
     """A page without the state at its end is no beginning of another prompt."""
     prompt = random_prompts((80,))[0]

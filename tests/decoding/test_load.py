@@ -167,6 +167,7 @@ def test_what_is_no_calibration_says_so(target, texts, said):
         load(target, cache_dtype="fp8", calibration=texts)
 
 
+@pytest.mark.few
 def test_what_a_notebook_shows_is_short(target):
     """A model's fields hold every weight, a completion's every token."""
     model = dj.load(target, max_batch=2)
@@ -309,6 +310,7 @@ def test_interrupt_outside_the_device_calls(target, monkeypatch):
     assert len(dj.generate(model, [5, 6, 7], dj.SamplingParams(max_tokens=3, ignore_eos=True)).token_ids) == 3
 
 
+@pytest.mark.few
 def test_a_script_that_ends_with_a_stream_unfinished_says_nothing(target):
     """Left by `break` under a name of the script's own, it is closed when hardly any module has its names left."""
     code = (

@@ -119,6 +119,7 @@ def test_keys_tell_what_it_is(kind: str) -> None:
         DFlashConfig.from_hf(ZLAB | {"dflash_config": TAPS}, names)
 
 
+@pytest.mark.few("dflash2*", "lilicorr", "xpress", "dspark", "domino")
 @pytest.mark.filterwarnings("ignore:the drafter's tokens are hardly ever accepted")  # which begins after 200 cycles
 @pytest.mark.parametrize(
     "kind", ["dflash2 of speculators", "dspark", "gated dspark", "rnn dspark", "xpress", "lilicorr", "domino"]

@@ -20,6 +20,7 @@ from dflash_jax.decoding.state import Proposals
 from dflash_jax.engine import MAX_CYCLES, STOP_WIDTH, Engine
 from dflash_jax.engine.requests import Request, empty_state, request_rows
 from dflash_jax.engine.warmup import Jobs
+from dflash_jax.execution import switches
 from dflash_jax.models import family_named
 from dflash_jax.models.presets import SPARSE_TARGETS
 from dflash_jax.sampling_params import SamplingParams
@@ -82,8 +83,10 @@ def test_a_loop_with_grammars_as_tables_stays_one_graph(sampling):
         assert "callback" not in text
 
 
-def test_a_sparse_targets_loop_has_no_branch_and_unpacks_no_pages():
+@pytest.mark.parametrize("kernels", [False, True])
+def test_a_sparse_targets_loop_has_no_branch_and_unpacks_no_pages(kernels, monkeypatch):
     """DeepSeek-V3.2's widths, packed pages: no branch and no sort, which a CUDA graph lacks, and only chosen rows are unpacked."""
+    monkeypatch.setattr(switches, "SPARSE", kernels)
     whole = SPARSE_TARGETS["DeepSeek-V3.2"]
     target = replace(
         whole, num_layers=2, windows=(None,) * 2, indexers=(True, False), num_dense_layers=2, vocab_size=512
@@ -95,10 +98,13 @@ def test_a_sparse_targets_loop_has_no_branch_and_unpacks_no_pages():
     state = jax.eval_shape(lambda: empty_state(setup, 2, STOP_WIDTH, engine.dtype, jax.tree.map(jnp.zeros_like, pools)))
     rest = jax.eval_shape(lambda: (jnp.zeros((2, 64), jnp.int32), jnp.int32(4), jnp.bool_(False), jnp.zeros(2, bool)))
     with on("NVIDIA H200"):
-        traced = jax.jit(loop, static_argnums=(0, 1)).trace(setup, MAX_CYCLES, weights, rest[0], state, *rest[1:])
+        # A function of its own: of one that was traced before, what switches say would not be looked at.
+        traced = jax.jit(partial(loop, setup, MAX_CYCLES)).trace(weights, rest[0], state, *rest[1:])
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert not re.search(r"(stablehlo|chlo|mhlo)\.(case|if|sort|top_?k)", text)
     assert "tensor<2x1x2048x576xbf16>" in text
+    # The write of index keys; scores, the choice, and for both layers one function of attention: splits, and what combines them.
+    assert text.count("custom_call @mosaic_gpu_v2") == (5 if kernels else 1)
     assert not re.search(r"tensor<(256|128|2x64)x(1x)?64x576x", text)
 
 

@@ -44,6 +44,7 @@ def test_alone_equals_in_a_batch(pair, make_prompts):
     assert together == [pair.run([prompt])[0][0] for prompt in prompts]
 
 
+@pytest.mark.few
 def test_each_request_of_a_batch_has_its_own_parameters(pair, make_prompts):
     """Whatever the others ask for, each has the text that it has alone."""
     prompts = make_prompts((25,)) * 8
@@ -99,7 +100,7 @@ def test_other_proposals(make_pair, make_prompts, proposals):
     assert all(drafted[i] == plain[i] for i in kept)
 
 
-@pytest.mark.few("windows")
+@pytest.mark.few
 @pytest.mark.parametrize(
     "changes",
     [

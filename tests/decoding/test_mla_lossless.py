@@ -212,6 +212,7 @@ def test_pools_are_never_copied(engine, plain) -> None:
         assert not copy.findall(text), name
 
 
+@pytest.mark.few
 def test_a_pair_of_checkpoints_through_load_and_generate(tmp_path) -> None:
     """Two Hugging Face folders, a sampled and a greedy prompt longer than a chunk and one of a single token."""
     target = {

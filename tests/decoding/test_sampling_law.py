@@ -203,12 +203,14 @@ def test_a_block_of_which_part_is_verified_has_the_targets_law() -> None:
     assert 0.1 < accepted < 0.5  # of eight rows four proposals are verified
 
 
+@pytest.mark.few
 def test_shared_noise_and_rejection_accept_more_than_guessing() -> None:
     kinds = {"shared_noise": matching, "rejection": rejection}
     guessing = judge(matching, "rejection", PLAIN)[1]
     assert all(judge(acceptor, kind, PLAIN)[1] > guessing + 0.1 for kind, acceptor in kinds.items())
 
 
+@pytest.mark.few
 def test_a_seeds_text_does_not_depend_on_the_proposals() -> None:
     texts = [drafted_text(matching, kind, PLAIN)[0] for kind in ("shared_noise", "argmax", "rejection")]
     np.testing.assert_array_equal(texts[0], texts[1])

@@ -114,6 +114,7 @@ def test_completion_tells_what_happened(model, prompts):
     assert stats.tokens_per_s == pytest.approx(49 / stats.decode_s)
 
 
+@pytest.mark.few
 def test_one_in_one_out_list_in_list_out(model, prompts):
     params = dj.SamplingParams(max_tokens=4)
     one = dj.generate(model, prompts[0], params)

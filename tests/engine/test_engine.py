@@ -139,6 +139,7 @@ def test_added_requests_bring_what_they_need(pair, make_prompts):
     assert len(logprobs) == 20
 
 
+@pytest.mark.few
 def test_programs_serve_what_runs(make_pair, make_prompts):
     """A request that asks for more leaves: where the simple program is compiled it is taken again, else the other one goes on."""
     prompts = make_prompts((12, 30))

@@ -12,6 +12,7 @@ from dflash_jax.engine.slots import Job, Slots
 from dflash_jax.sampling_params import SamplingParams
 
 
+@pytest.mark.few
 def test_more_prompts_than_slots_and_pages(make_pair, make_prompts):
     """Requests wait for slots and pages, are served in order, and give the same text as alone."""
     pair = make_pair(max_batch=2, num_pages=9)
@@ -43,6 +44,7 @@ def test_prompts_that_enter_together_leave_each_other_room(make_pair, make_promp
     pair.assert_free()
 
 
+@pytest.mark.few
 def test_pages_grow_with_the_text(make_pair, make_prompts):
     """Long answers are begun side by side in a pool that could not hold two of them whole."""
     pair = make_pair(max_batch=4, num_pages=11)

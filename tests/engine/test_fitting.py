@@ -34,7 +34,7 @@ def texts(engine, make_prompts):
     return [alone(engine, prompt, params) for prompt, params in zip(make_prompts((5, 9, 14, 7, 11)), each, strict=True)]
 
 
-@pytest.mark.few("None")
+@pytest.mark.few
 @pytest.mark.parametrize("length", [None, 2, 1])
 def test_slots_become_fewer_and_more_again(engine, texts, length):
     compiled = engine.programs.shapes()

@@ -38,6 +38,7 @@ def continued(pair, prompts: list) -> list[list[int]]:
     return pair.run([*prompts, prompts[0][:20] + prompts[1]])[0]
 
 
+@pytest.mark.few
 def test_interrupts_around_calls_ahead(eager, make_prompts, all_cases):
     prompts = make_prompts((12, 30, 50))
     expected = continued(eager, prompts)
@@ -118,6 +119,7 @@ def test_a_device_that_failed_leaves_nothing_behind(eager, make_prompts, monkeyp
     assert continued(eager, prompts) == expected
 
 
+@pytest.mark.few
 def test_left_inside_a_prompt(eager, make_prompts):
     """Closed between two chunks of one request's prompt while another decodes, and again one chunk later."""
     long = make_prompts((100, 100), seed=4)

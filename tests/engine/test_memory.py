@@ -203,6 +203,7 @@ def test_room_for_the_largest_call_of_prompts(monkeypatch, batch, longest, token
     assert seen == [tokens]
 
 
+@pytest.mark.few
 def test_load_uses_what_room_there_is(monkeypatch):
     """A pool for less than all requests at full length: a notice says so, and they are all served."""
     whole = dj.load(dtype="float32", max_model_len=128, page_size=16, max_batch=4)

@@ -49,7 +49,7 @@ def test_random_schedules(engine, texts, all_cases):
     move."""
     # One token alone is verified in a hybrid pair's schedules too.
     lengths = ((None,), (None, 1, 3) if all_cases else (None, 3))
-    count = int(os.environ.get("SCHEDULES", 80 if all_cases else 16))
+    count = int(os.environ.get("SCHEDULES", 80 if all_cases else 8))
     outcomes = [play(engine, texts, seed, interrupt=seed % 4 == 3, lengths=lengths[seed % 2]) for seed in range(count)]
     happened = np.sum([astuple(outcome) for outcome in outcomes], axis=0)
     least = np.array((50, 500, 50, 25, 50, 0, 25, 0)) * count // 200
@@ -59,7 +59,7 @@ def test_random_schedules(engine, texts, all_cases):
 def test_random_schedules_with_calls_ahead(engine, texts, all_cases):
     """Where the next cycles run already while somebody cancels, ends or interrupts, and while the pool is full. Of every two, one
     reads pages once that requests share."""
-    count = 80 if all_cases else 32
+    count = 80 if all_cases else 16
     outcomes = [
         play(engine, texts, seed, interrupt=seed % 4 == 3, ahead=True, cascade=True if seed % 4 > 1 else None)
         for seed in range(count)
@@ -70,7 +70,7 @@ def test_random_schedules_with_calls_ahead(engine, texts, all_cases):
     )
 
 
-def test_random_schedules_where_requests_share_rows(engine, texts, monkeypatch):
+def test_random_schedules_where_requests_share_rows(engine, texts, monkeypatch, all_cases):
     """Two tokens of each slot are verified on average: whoever ends or is cancelled leaves its rows to the others."""
     monkeypatch.setattr(PerRequestPolicy, "choose", lambda *_: Choice(2, 2))
     monkeypatch.setattr(PerRequestPolicy, "shares", lambda policy, slots: True)
@@ -84,10 +84,13 @@ def test_random_schedules_where_requests_share_rows(engine, texts, monkeypatch):
             ahead=seed % 2 == 1,
             cascade=True if seed > 9 else None,
         )
-        for seed in range(12)
+        # Seeds 10 and 11 read shared pages once.
+        for seed in (range(12) if all_cases else range(5, 11))
     ]
     happened = np.sum([astuple(outcome) for outcome in outcomes], axis=0)
-    assert all(happened >= (1, 20, 3, 1, 2, 10, 1, 2)), f"too little happened to show anything: {happened}"
+    assert all(happened >= np.array((1, 20, 3, 1, 2, 10, 1, 2)) * (1 if all_cases else 0.5)), (
+        f"too little happened to show anything: {happened}"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +113,7 @@ def hybrid(make_prompts) -> tuple[Engine, list[Text]]:
 def test_random_schedules_of_a_hybrid_pair(hybrid, ahead, all_cases):
     """States are restored, kept, moved and given up while others cancel and interrupt. `HYBRID_SCHEDULES` of them."""
     engine, texts = hybrid
-    count = int(os.environ.get("HYBRID_SCHEDULES", 6 if all_cases else 4))
+    count = int(os.environ.get("HYBRID_SCHEDULES", 6 if all_cases else 2))
     outcomes = [
         play(engine, texts, seed, interrupt=seed % 4 == 3, lengths=(None, 1) if seed % 2 else (None,), ahead=ahead)
         for seed in range(count)

@@ -152,6 +152,7 @@ def test_pages_without_a_snapshot_and_snapshots_without_pages_are_no_hit(pair: P
     assert served(pair, [prompt])[3] == [80]
 
 
+@pytest.mark.few
 def test_more_prompts_than_snapshots(pair: Pair) -> None:
     """The pool holds four: the one used longest ago is given up, and a shorter hit is a hit."""
     engine = pair.engine

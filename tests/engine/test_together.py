@@ -170,6 +170,7 @@ def test_cancelled_among_others(pair, make_prompts, victim, when):
     pair.assert_free()
 
 
+@pytest.mark.few
 def test_what_lost_its_slot_is_prefilled_with_others(make_pair, make_prompts, monkeypatch):
     """It emits nothing a second time and goes on where it was, beside one whose first token comes."""
     pair = make_pair(page_size=4, num_pages=40, max_batch=4)
@@ -215,6 +216,7 @@ def test_pieces_are_what_a_chunk_is(pair, make_prompts):
             assert np.asarray(a[7]).any()
 
 
+@pytest.mark.few
 def test_long_prompts(make_pair, make_prompts, monkeypatch):
     """In pieces or in one row, up to the last token of a page table and past it: programs that warming up names, and logits of the
     target without pages."""

@@ -14,7 +14,7 @@ from dflash_jax.compile.programs import Programs, start_compiling
 from dflash_jax.generation import STREAM_CYCLES, make_requests
 
 
-@pytest.mark.few("True-*")
+@pytest.mark.few
 @pytest.mark.parametrize(("draft", "lengths"), [(True, (300,)), (False, (40, 7, 530))])
 def test_what_a_run_calls_first_is_compiled_while_weights_are_read(draft, lengths):
     prompts = [[(7 * i) % 4000 for i in range(length)] for length in lengths]

@@ -126,6 +126,7 @@ def test_what_is_found_ends_with_the_pages_of_a_window(pair, texts) -> None:
     assert found([branch]) == (first, 0)
 
 
+@pytest.mark.few
 def test_requests_that_lose_their_pages_or_are_cancelled(pair, texts) -> None:
     engine, longer = pair.engine, SamplingParams(max_tokens=70)
     prompts, found, taken = [PROMPTS[1], PROMPTS[0][:500]], {0: [], 1: []}, []

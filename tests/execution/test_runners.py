@@ -178,7 +178,7 @@ def test_a_layer_with_experts_is_few_launches(name: str, tokens: int) -> None:
     assert "top_k" not in text
 
 
-@pytest.mark.few("qwen3_moe_some_dense", "mistral_window")
+@pytest.mark.few("mistral_window")
 @pytest.mark.parametrize("case", [*CASES, "qwen2_opened"])
 def test_attention_in_the_same_kernel(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two calls one after the other, the second of one token of one sequence and none of another; pages and streams agree."""

@@ -136,7 +136,7 @@ PAIRS: dict[str, Callable[..., Pair]] = {
 PLACES = ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)]
 
 
-@pytest.mark.few("cpu-pages in int8")
+@pytest.mark.few
 @pytest.mark.parametrize("kind", PAIRS)
 @pytest.mark.parametrize("place", PLACES)
 def test_small_pairs(place: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:

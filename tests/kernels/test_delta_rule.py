@@ -51,6 +51,7 @@ def test_every_count_of_a_block(shape: DeltaShape, tokens: int, name: str) -> No
     close(jnp.linalg.norm(factors.k, axis=-1), np.ones(factors.k.shape[:-1]), 1e-4)
 
 
+@pytest.mark.few
 def test_blocks_of_every_length() -> None:
     weights, state = random_weights(1, SMALL), random_state(2, 1, SMALL)
     projected = random_rows(3, 1, 16, SMALL.columns)
@@ -220,6 +221,7 @@ def test_keys_that_are_all_alike() -> None:
     close(found, np.linalg.inv(np.eye(64) + lower.astype(np.float32).astype(np.float64)), 2e-6)
 
 
+@pytest.mark.few
 def test_derivatives() -> None:
     """Of a prompt in two pieces, as the definition has them."""
     weights, state, projected = (

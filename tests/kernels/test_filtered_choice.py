@@ -63,6 +63,7 @@ def check(found: jax.Array, given: dict[str, Any]) -> None:
         assert place == best or counts[place] >= counts[best] - 1e-5, f"row {row}: {law}"
 
 
+@pytest.mark.few("bfloat16")
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 def test_agrees_with_float64(dtype: Any) -> None:
     given = call(44, 3016, dtype)
@@ -77,6 +78,7 @@ def test_kernel_interpreted(size: int) -> None:
     check(launch(*given.values(), warpgroups=2, interpret=INTERPRET), given)
 
 
+@pytest.mark.few
 def test_kernel_refuses_what_is_refused() -> None:
     """Most of a row is -inf; more are asked for than there are; the first of equal sums; noise cannot bring back what is out."""
     logits = jnp.full((4, 1032), -jnp.inf, jnp.bfloat16).at[:, jnp.array([7, 1031])].set(1).at[:, 900].set(0.5)

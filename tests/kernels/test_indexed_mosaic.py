@@ -37,7 +37,7 @@ def interpret(request: pytest.FixtureRequest) -> Any:
 # Query tokens, heads, page size, sequence lengths, query lengths. Idle and short rows, one tile and several, tokens that fill no
 # group, and rows before the sequence.
 CASES = {
-    "q1": (1, 64, 64, [200, 64, 0], None, 64),
+    "q1": (1, 64, 64, [200, 64, 0, 1, 63, 65, 130, 7], None, 64),
     "q5": (5, 8, 64, [130, 3], [5, 2], 16),
     "q4-page128": (4, 16, 128, [260, 1], [4, 3], 64),
 }
@@ -54,7 +54,7 @@ def test_scores_agree_with_float64(name: str, interpret: Any) -> None:
     weights = rng.normal(size=q.shape[:3]).astype(np.float32)
     scale = np.exp2(rng.integers(-3, 3, case.k_pages.shape[:3])).astype(np.float32)
     held = np.zeros_like(scale, bool)
-    expected = np.full((b, t, width * page_size), -np.inf)
+    expected, sizes = np.full((b, t, width * page_size), -np.inf), np.zeros((b, t, width * page_size))
     for row, (length, live) in enumerate(zip(case.seq_lens, case.q_lens, strict=True)):
         places = np.arange(length)
         page, at = case.page_table[row, places // page_size], places % page_size
@@ -63,12 +63,17 @@ def test_scores_agree_with_float64(name: str, interpret: Any) -> None:
         for token in range(live):
             seen = max(length - live + token + 1, 0)
             products = np.maximum(q[row, token].astype(np.float64) @ keys[:seen].T, 0)
-            expected[row, token, :seen] = weights[row, token].astype(np.float64) @ products * scale[page, 0, at][:seen]
+            factors, own = weights[row, token].astype(np.float64), scale[page, 0, at][:seen]
+            expected[row, token, :seen] = factors @ products * own
+            sizes[row, token, :seen] = np.abs(factors) @ products * own
     scale[~held] = np.nan
     arrays = [jnp.asarray(x) for x in (q, weights, case.k_pages, case.page_table, case.seq_lens, case.q_lens)]
     tuning = Tuning(columns=columns, warpgroups=2, stages=2, ctas=1)
     found = np.asarray(launch_scores(*arrays, index_scale=jnp.asarray(scale), tuning=tuning, interpret=interpret))
-    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=2e-5)
+    np.testing.assert_array_equal(np.isneginf(found), np.isneginf(expected))
+    # Matrix instructions on float8 keep fourteen bits of sums.
+    off = np.abs(np.where(np.isneginf(expected), 0, found) - np.where(np.isneginf(expected), 0, expected))
+    assert (off <= (4e-4 if interpret is None else 1e-5) * sizes + 1e-6).all()
     assert not np.signbit(found[expected == 0]).any()
 
 

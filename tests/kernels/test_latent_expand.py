@@ -53,6 +53,7 @@ def check(case: tuple[np.ndarray, ...], k: Any, v: Any) -> None:
             np.testing.assert_allclose(own, true, rtol=eps, atol=max(eps, 1e-6))
 
 
+@pytest.mark.few("1-bf16", "5-f32")
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16], ids=["f32", "bf16"])
 @pytest.mark.parametrize("page_size", [1, 5, 64])
 def test_definition(page_size: int, dtype: Any) -> None:

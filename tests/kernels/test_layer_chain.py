@@ -108,6 +108,7 @@ def test_agrees_with_float64(rows: int, sizes: dict[str, int], ctas: int, zero_c
     check(call, interpreted(call, ctas, zero_centered), zero_centered)
 
 
+@pytest.mark.few
 def test_last_layer_projects_nothing() -> None:
     call = make(2, TINY)
     del call["next_norm"], call["following"]

@@ -92,7 +92,7 @@ CASES = {
 ON_GPU = ("q16-two-tiles-of-rows", "full", "page16")
 
 
-@pytest.mark.few("page16-interpreted", "one-head-interpreted")
+@pytest.mark.few("page16-interpreted")
 @pytest.mark.parametrize(
     ("name", "interpret"),
     [
@@ -152,6 +152,7 @@ def test_longer_than_the_table() -> None:
     np.testing.assert_allclose(lse, np.asarray(true_lse), atol=1e-4)
 
 
+@pytest.mark.few
 def test_limits(interpret: Any) -> None:
     """A part of a sequence's rows that is before the queries, and parts that end and begin among them; against the reference."""
     case = latent_case([70, 130], [3, 3], t=3, heads=3, page_size=64)

@@ -59,6 +59,8 @@ FUSED: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 CALLS = {**OTHERS, **ATTENTION, **FUSED}
 ARRAYS = [(op, name) for op, call in CALLS.items() for name, value in call.items() if isinstance(value, jax.Array)]
+# The first array of each op and the last one.
+ENDS = {f"{op}-{name}" for order in (ARRAYS, ARRAYS[::-1]) for op, name in dict(order).items()}
 
 
 def changed(array: jax.Array) -> Iterator[tuple[str, jax.ShapeDtypeStruct]]:
@@ -90,6 +92,7 @@ def test_the_calls_are_right(op: str) -> None:
     assert outcome(getattr(dflash_kernels, op), CALLS[op]) is None
 
 
+@pytest.mark.few(*sorted(ENDS))
 @pytest.mark.parametrize(("op", "name"), ARRAYS)
 def test_what_the_annotation_rejects_is_refused(op: str, name: str) -> None:
     checked = getattr(dflash_kernels, op)

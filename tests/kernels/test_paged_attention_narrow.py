@@ -48,7 +48,7 @@ def case_of(name: str):
     return make_case(seq_lens, q_lens, kv_heads=2, stored=stored, **shape, **mask), tuning
 
 
-@pytest.mark.few("interpreted-q16-row-blocks", "interpreted-int8-full")
+@pytest.mark.few("interpreted-int8-full")
 @pytest.mark.parametrize("name", CASES)
 def test_agrees_with_float64(name: str, interpret: Any) -> None:
     check(*case_of(name), interpret)
@@ -129,7 +129,7 @@ def test_every_float8_value_is_exact(length: int, interpret: Any) -> None:
     np.testing.assert_allclose(lse[:, 0, 0], true, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.few("interpreted-int8")
+@pytest.mark.few
 @pytest.mark.parametrize("stored", [pytest.param(FP8, id="fp8"), pytest.param(INT8, id="int8")])
 def test_queries_of_any_size(stored: Any, interpret: Any) -> None:
     """Far outside of float16's range; what one row holds harms no other. Keys of int8 meet all rows in the largest one's unit."""

@@ -137,7 +137,7 @@ def test_shapes_that_do_not_fit_are_named() -> None:
             qkv_attention(**call, implementation="mosaic_gpu")
 
 
-@pytest.mark.few("3-3")
+@pytest.mark.few
 @pytest.mark.parametrize(("splits", "parts"), [(1, 1), (2, 1), (3, 3)])
 def test_clusters_of_two_put_parts_together_and_no_others(splits: int, parts: int) -> None:
     """Whatever is asked for: of three CTAs each leaves a part, in token order."""

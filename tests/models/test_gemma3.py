@@ -110,6 +110,7 @@ def test_a_folder_that_transformers_wrote_gives_its_logits_and_taps() -> None:
     assert difference(ours[:-1], taps) <= TOLERANCE
 
 
+@pytest.mark.few
 def test_round_trip_keeps_every_bit(tmp_path: Path) -> None:
     """A vision-language checkpoint: its text model is converted, its towers are left out."""
     hf, file = Folders(tmp_path), random_file("gemma3", 1)

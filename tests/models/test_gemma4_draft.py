@@ -140,6 +140,7 @@ def test_other_layers_have_no_such_parts() -> None:
             DFlashConfig(**sizes, num_layers=1, head_dim=128, **wrong)
 
 
+@pytest.mark.few("0")
 @pytest.mark.parametrize("seed", range(SIZES))
 def test_a_drawn_drafter_is_that_of_float64(seed: int) -> None:
     """Hidden states of a block after contexts of three lengths, and the tokens that it proposes."""
@@ -208,6 +209,7 @@ def alone(folders: tuple[Path, Path]) -> list[list[int]]:
     return [one.token_ids for one in dj.generate(model, PROMPTS, GREEDY)]
 
 
+@pytest.mark.few
 def test_round_trip_keeps_every_bit(folders: tuple[Path, Path], tmp_path: Path) -> None:
     hf, folder = Folders(tmp_path), folders[1]
     assert hf.convert(folder, "--output", tmp_path / "out", "--verify", "logits") == 0
@@ -265,6 +267,7 @@ def test_its_blocks_in_pages_are_those_of_float64() -> None:
         assert {1, 2} <= set(lengths)
 
 
+@pytest.mark.few
 def test_sampled_text_has_the_targets_law() -> None:
     """Two tokens of cycles that judge a drafter's own samples; told apart from the law of another temperature."""
     vocab, samples = 7, 400

@@ -149,6 +149,7 @@ def test_info_tells_the_family_and_its_plan(tmp_path: Path) -> None:
     assert "no drafter: none lies in" in text
 
 
+@pytest.mark.few
 def test_every_end_token_ends_a_text(tmp_path: Path) -> None:
     """Llama's files list several: each of them ends a text, wherever it comes in a block."""
     hf, file = Folders(tmp_path), random_file(0, eos_token_id=[4, 8, 9])

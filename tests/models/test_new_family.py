@@ -157,6 +157,7 @@ def test_its_files_become_a_module_that_computes_what_was_published(tmp_path: Pa
     np.testing.assert_allclose(np.asarray(model.logits(hidden))[0], true, atol=2e-5 * np.abs(true).max())
 
 
+@pytest.mark.few
 def test_the_engine_decodes_it_with_a_drafter_and_without(tmp_path: Path) -> None:
     """Prompts in chunks and pages, then cycles: every token is the float64 model's greedy choice."""
     config, params = loaded(tmp_path)

@@ -49,6 +49,7 @@ def test_imports_run_in_one_direction(package):
     assert wrong == ({FRONT: {"dflash_convert"}} if package == "dflash_jax" else {})
 
 
+@pytest.mark.few
 def test_the_front_loads_the_converter_when_it_is_asked_for():
     front = ast.parse((ROOT / FRONT).read_text())
     (unread,) = (node for node in front.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")

@@ -75,6 +75,7 @@ def test_texts(folder, kind, ranks):
     assert model.engine.pool_bytes == held
 
 
+@pytest.mark.few
 def test_pools_stay_and_ranks_agree(folder):
     """What is donated stays where it is, keys' scales too. Pages found again bring these along."""
     model = dj.load(folder, tp=2, **SEVERAL, **FORMATS["int8"])
@@ -91,6 +92,7 @@ def test_pools_stay_and_ranks_agree(folder):
     assert places() == before
 
 
+@pytest.mark.few
 def test_scales_are_saved_found_on_traffic_and_read_from_a_checkpoint(folder, tmp_path):
     made = dj.load(folder, tp=2, **OPTIONS, **FORMATS["fp8"])
     made.save_cache_scales(tmp_path / "scales.json")

@@ -50,7 +50,7 @@ DRAFT = replace(
 OPTIONS: Any = {"max_model_len": 64, "page_size": 16, "max_batch": 1, "dtype": jnp.dtype("float32")}
 
 
-@pytest.mark.few("latents-None")
+@pytest.mark.few
 @pytest.mark.parametrize(("kind", "weight_dtype"), [*((kind, None) for kind in TARGETS), ("states", "fp8")])
 def test_greedy(kind, weight_dtype):
     target, ranks = TARGETS[kind], local_ranks(2)

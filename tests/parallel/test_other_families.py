@@ -115,7 +115,7 @@ def folders(tmp_path_factory) -> Any:
     return folder
 
 
-@pytest.mark.few("gemma4_moe-2")
+@pytest.mark.few
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "mxfp4"])
 def test_texts(folders, name, ranks):

@@ -142,6 +142,7 @@ def test_seeds_choices_and_stops(client, model):
     assert (ended.finish_reason, ended.stop_reason) == ("stop", stop)
 
 
+@pytest.mark.few
 def test_penalties_and_biases_are_those_of_generate(client, model):
     """Each field by its name in a body; the ids of a body's biases are texts."""
     first = dj.generate(model, PROMPT, dj.SamplingParams(max_tokens=12)).token_ids

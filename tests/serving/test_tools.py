@@ -119,6 +119,7 @@ def test_thoughts_whole_and_in_chunks(client, model, monkeypatch, says):
     assert "completion_tokens_details" not in off["usage"]
 
 
+@pytest.mark.few
 def test_log_probabilities_come_with_what_was_told_apart(client, model, monkeypatch, says):
     monkeypatch.setattr(model.tokenizer, "template", THINKS)
     says("<think>\nwell\n</think>\n\nyes")

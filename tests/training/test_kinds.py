@@ -148,6 +148,7 @@ def test_what_is_exported_is_read_as_the_same_kind(settings):
     assert family_of(draft_json(settings)).config(draft_json(settings), names) == config
 
 
+@pytest.mark.few
 def test_a_trained_drafter_loads_and_leaves_texts_alone(continuations, tmp_path):
     settings = with_changes(TINY, draft_kind="dspark", draft_steps=20, optimizer="muon")
     lines: list[str] = []

@@ -150,6 +150,7 @@ def test_a_file_of_another_program(tmp_path: Path) -> None:
         read_vision_scales(tmp_path / "none.json", 2)
 
 
+@pytest.mark.few
 def test_a_model_that_is_loaded_so(tmp_path: Path) -> None:
     """Rows of its pictures move a little; scales that it found are those of a model that is loaded with them."""
     model = load_pictures(vision_attention_dtype="fp8", max_batch=1, draft=False)

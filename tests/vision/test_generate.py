@@ -78,6 +78,7 @@ def test_keys_of_pages_name_pictures(model: dj.Model) -> None:
     assert same[1] == [True] * 5 + [False] * 5
 
 
+@pytest.mark.few
 def test_a_conversation_with_a_picture(model: dj.Model) -> None:
     chat = dj.Chat(model, dj.SamplingParams(max_tokens=4))
     first = chat.say("w1 w2", images=[expected()["picture_0"]])

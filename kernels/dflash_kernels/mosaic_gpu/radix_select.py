@@ -67,7 +67,9 @@ class _Row:
         self.quads = own // STEP  # of a thread
 
     def load(self, scores: Any, size: int) -> None:
-        """The part to shared memory, as integers; 0 for what is never taken."""
+        """The part to shared memory, as integers; 0 for what is never taken. Nothing is counted yet."""
+        for step in range(BINS * WARP // STEP):
+            self._empty(th.add(th.mul(self.thread, 4), step * STEP))
         first, quads = th.mul(self.cta, self.own), [th.add(self.thread, step * THREADS) for step in range(self.quads)]
         for begin in range(0, self.quads, _AT_ONCE):
             some, loaded = quads[begin : begin + _AT_ONCE], []
@@ -79,6 +81,10 @@ class _Row:
                 )
             for quad, words in zip(some, loaded, strict=True):
                 th.store_shared_quad(self.held, _swizzled(quad), [_ordered(word) for word in words])
+        th.cta_barrier()
+
+    def _empty(self, word: Any) -> None:
+        th.store_shared_quad(self.bins, word, [th.number(0)] * 4)
 
     def _own(self, quad: int) -> list:
         """Four numbers of this thread's."""
@@ -114,9 +120,6 @@ class _Row:
 
     def _count(self, found: Any, shift: int) -> None:
         """Counts by their next bits the numbers that begin with `found`, for each lane apart."""
-        for step in range(BINS * WARP // STEP):
-            th.store_shared_quad(self.bins, th.add(th.mul(self.thread, 4), step * STEP), [th.number(0)] * 4)
-        th.cta_barrier()
         of_lane = th.add(self.bins, th.mul(self.lane, 4))
         for quad in range(self.quads):
             for word in self._own(quad):
@@ -131,8 +134,12 @@ class _Row:
     def _enough(self, missing: Any, turn: int) -> tuple[Any, Any, Any]:
         """The largest next bits that `missing` numbers reach, 0 where none are; how many have larger ones, and these or larger."""
         # Four threads add up a bin's 32 places.
-        first = th.mul(self.thread, WARP // 4)
-        total = _sum([*th.shared_quad(self.bins, first), *th.shared_quad(self.bins, th.add(first, 4))])
+        words, places = [], [th.add(th.mul(self.thread, WARP // 4), step) for step in (0, 4)]
+        for place in places:
+            words += th.shared_quad(self.bins, place)
+        for place in places:
+            self._empty(place)  # for the next pass, before which all meet
+        total = _sum(words)
         for distance in (1, 2):
             total = th.add(total, th.shuffle_xor(total, distance))
         totals = th.add(self.totals, 4 * BINS * turn)

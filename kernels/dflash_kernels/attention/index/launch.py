@@ -11,7 +11,7 @@ MOST_COLUMNS = 256  # heads of all tokens of a group: the N of a matrix instruct
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """Choices that change speed only. None: chosen from the shapes.
+    """Choices that change speed only.
 
     Attributes:
       columns: heads of all query tokens that one matrix instruction multiplies keys with, at most.
@@ -19,10 +19,15 @@ class Tuning:
       ctas: of a multiprocessor.
     """
 
-    columns: int = MOST_COLUMNS
-    warpgroups: int | None = None
-    stages: int = 4
-    ctas: int = 1
+    columns: int
+    warpgroups: int
+    stages: int
+    ctas: int
+
+
+# A thread has half as many sums as there are columns, and the factors of a quarter of them: registers decide on warpgroups.
+WIDE = Tuning(columns=MOST_COLUMNS, warpgroups=2, stages=4, ctas=1)
+NARROW = Tuning(columns=MOST_COLUMNS // 2, warpgroups=4, stages=4, ctas=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,14 +64,13 @@ class Launch:
         return self.table_width * self.page_size // KEYS
 
 
-def plan(tuning: Tuning, *, b: int, tokens: int, heads: int, page_size: int, table_width: int) -> Launch:
-    """Cuts a call into CTAs."""
+def plan(tuning: Tuning | None, *, b: int, tokens: int, heads: int, page_size: int, table_width: int) -> Launch:
+    """Cuts a call into CTAs; `tuning` None: by how many heads there are."""
+    tuning = tuning or (WIDE if tokens * heads > NARROW.columns else NARROW)
     group = max(min(tuning.columns // heads, tokens), 1)
-    # Registers: a thread has half as many sums as there are columns, and the factors of a quarter of them.
-    warpgroups = tuning.warpgroups or (2 if group * heads > 128 else 4)
     ctas = max(tuning.ctas * MULTIPROCESSORS // (b * -(-tokens // group)), 1)
     tiles = table_width * page_size // KEYS
     return Launch(
         tokens=tokens, heads=heads, page_size=page_size, table_width=table_width, group=group,
-        ctas=min(ctas, -(-tiles // warpgroups)), warpgroups=warpgroups, stages=tuning.stages,
+        ctas=min(ctas, -(-tiles // tuning.warpgroups)), warpgroups=tuning.warpgroups, stages=tuning.stages,
     )  # fmt: skip

@@ -47,7 +47,7 @@ def launch_scores(
             f"takes keys of {WIDTH} numbers, a multiple of 8 heads up to {MOST_COLUMNS} and pages of a multiple of {KEYS} tokens, "
             f"not {width}, {heads} and {page_size}"
         )
-    launch = plan(tuning or Tuning(), b=b, tokens=t, heads=heads, page_size=page_size, table_width=page_table.shape[1])
+    launch = plan(tuning, b=b, tokens=t, heads=heads, page_size=page_size, table_width=page_table.shape[1])
     missing = launch.groups * launch.group - t
     q, weights = (jnp.pad(x, ((0, 0), (0, missing)) + ((0, 0),) * (x.ndim - 2)) for x in (q, weights))
     table, lens, live = (x.astype(jnp.int32) for x in (page_table, seq_lens, q_lens))
