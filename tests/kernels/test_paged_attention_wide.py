@@ -129,10 +129,9 @@ def test_schedule() -> None:
     """One CTA on each of 132 multiprocessors, and as much shared memory as it has."""
     assert [planned(t).splits for t in (1, 16)] == [4, 2]
     assert (planned(1, b=64).splits, planned(1, b=64).direct) == (1, True)
-    assert [planned(t).paired for t in (1, 8, 9, 16)] == [False, False, True, True]
-    assert [planned(t).row_blocks for t in (1, 16, 256)] == [1, 1, 16]
-    assert [planned(t, Tuning(paired=False)).row_blocks for t in (1, 16, 256)] == [1, 2, 32]
-    for launch in (planned(16), planned(1, Tuning(keys=32)), planned(1)):
+    assert [planned(t).row_blocks for t in (1, 16, 256)] == [1, 2, 32]
+    assert [planned(t, Tuning(paired=True)).row_blocks for t in (1, 16, 256)] == [1, 1, 16]
+    for launch in (planned(16), planned(16, Tuning(keys=32)), planned(16, Tuning(paired=True))):
         tiles = launch.stages * launch.keys * 512 * (2 if launch.paired else 4)
         assert tiles + 64 * 512 * 2 + 2 * 64 * launch.keys * 4 + 512 <= SHARED_MEMORY
     assert not planned(64, b=64, has_sinks=True).direct

@@ -196,8 +196,8 @@ def plan_wide(
     """
     del items
     tiles, keys = -(-tokens * group // ROWS), tuning.keys or 64
-    # Two CTAs that share keys have twice the rows for each that they read. With few rows reading is what takes time.
-    paired = tiles > 1 if tuning.paired is None else tuning.paired
+    # Two CTAs that share keys have twice the rows for each that they read; not by themselves until a GPU has run `flows`.
+    paired = bool(tuning.paired)
     row_blocks = -(-tiles // 2) if paired else tiles
     if keys > ROWS:
         raise ValueError(f"takes tiles of 32 or 64 keys with heads of {head_dim}, not {tuning}")
