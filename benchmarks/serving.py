@@ -133,7 +133,11 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--imposed-acceptance", type=float, default=6.0)
     parser.add_argument(
-        "--dispatch", nargs="+", default=["early"], choices=["late", "early"], help="see `engine.resources.Resources`"
+        "--dispatch",
+        nargs="+",
+        default=["late", "early"],
+        choices=["late", "early"],
+        help="see `engine.resources.Resources`",
     )
     options = parser.parse_args()
     most = max(options.concurrency)

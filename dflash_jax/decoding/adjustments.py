@@ -17,6 +17,8 @@ from dflash_jax.decoding.grammar_masks import allows, masked
 
 # What a refused token loses among a drafter's logits: more than any of them, and no infinity, as all that it offers may be refused.
 _REFUSED_DRAFT = -1e4
+# Tokens of a part in which the best of a row is looked for: as many as keep a block of threads busy.
+SHORTEST_PART, LONGEST_PART = 256, 2048
 
 
 @no_type_check  # JAX rebuilds pytrees with shapes and placeholders in place of arrays
@@ -96,15 +98,28 @@ def adjusted_best(
 
 
 def _greatest(rows: Float[Array, "*R V"]) -> tuple[Float[Array, "*R"], Int[Array, "*R"]]:
-    """The greatest of each row, and where it stands first."""
+    """The greatest of each row, and where it stands first: of each part of a row, then of those. One reduction gives few rows, each
+    to a block of threads, no more of a GPU than that."""
     places = jax.lax.broadcasted_iota(jnp.int32, rows.shape, rows.ndim - 1)
+    parts = (*rows.shape[:-1], -1, part_of(rows.shape[-1]))
+    return _first(*_first(rows.reshape(parts), places.reshape(parts)))
+
+
+def part_of(vocab: int) -> int:
+    """The largest divisor of so many tokens up to `LONGEST_PART`, all of them where that would make many short parts."""
+    longest = max(size for size in range(1, LONGEST_PART + 1) if vocab % size == 0)
+    return vocab if longest < SHORTEST_PART else longest
+
+
+def _first(values: Float[Array, "*R N"], places: Int[Array, "*R N"]) -> tuple[Float[Array, "*R"], Int[Array, "*R"]]:
+    """The greatest value of each row and its place, the first of equal ones."""
 
     def greater(one: Any, other: Any) -> Any:
         ahead = (one[0] > other[0]) | ((one[0] == other[0]) & (one[1] < other[1]))
         return jnp.where(ahead, one[0], other[0]), jnp.where(ahead, one[1], other[1])
 
-    least = jnp.array(-jnp.inf, rows.dtype), jnp.int32(rows.shape[-1])
-    best, place = jax.lax.reduce((rows, places), least, greater, (rows.ndim - 1,))
+    least = jnp.array(-jnp.inf, values.dtype), jnp.int32(jnp.iinfo(jnp.int32).max)
+    best, place = jax.lax.reduce((values, places), least, greater, (values.ndim - 1,))
     return best, place
 
 

@@ -103,8 +103,8 @@ class Resources:
       goes_ahead: whether the next cycles may be started before the results of the last ones are looked at; see
         `engine.scheduler.InFlight`. None does so on GPUs, once calls have been seen to return while the device works.
       late_dispatch: whether the next call is left for late where requests have just ended, so that those which follow them are in
-        it (`engine.scheduler.Scheduler`). Of use where each user asks again once answered; no GPU has timed it
-        (`benchmarks/serving.py --dispatch late`, where early is without it).
+        it (`engine.scheduler.Scheduler`), and who may follow is told first. Where each user asks again once answered, the device
+        stands still less; others lose nothing.
       cascade: whether requests that begin with the same pages attend to these once (`engine.cascade`): None where that saves time
         on a GPU; True wherever two share a page, waiting for the programs; False never.
       groups: layers whose pages are kept equally long, with the accounts of these; all are free whenever nothing runs.
@@ -139,7 +139,7 @@ class Resources:
     imposed_acceptance: float | tuple[float, ...] | None = None
     pictures: bool = False
     goes_ahead: bool | None = None
-    late_dispatch: bool = False
+    late_dispatch: bool = True
     cascade: bool | None = None
     programs: Programs = field(default_factory=Programs)
 

@@ -62,6 +62,9 @@ FEW_CYCLES = 2
 PATIENCE_S = 0.05
 # Of a call on the device, the part behind which the next one is made at the latest: how long it takes is only guessed.
 LATEST = 0.7
+# Where requests come while others run: prompts and the cycles behind them together, of the time that those cycles take alone, about
+# at most.
+STRETCH = 1.35
 
 
 class Row(NamedTuple):
@@ -232,16 +235,19 @@ class InFlight:
         began = max(self._read[0], item.started)
         return 0.0 if not takes else began + min(LATEST * takes, takes - 2 * self._busy)
 
-    @property
-    def tokens_of_few(self) -> int:
-        """Tokens of prompts that take as long as `few` cycles, as far as is known; at least those of one call."""
-        known = self._prompt_pace and self._pace
-        return max(LEAST_TOKENS, int(self.few * self._pace / self._prompt_pace)) if known else sys.maxsize
+    def tokens_between(self, cycles: int) -> int:
+        """Tokens of prompts between two calls for cycles, at most so many and `few`, that leave time for one cycle within the
+        `STRETCH` of what the cycles take; those of one call at least, and any number where nobody knows."""
+        if not (self._pace and self._prompt_pace):
+            return sys.maxsize
+        return max(LEAST_TOKENS, int((STRETCH * min(cycles, self.few) - 1) * self._pace / self._prompt_pace))
 
-    def few_behind(self, tokens: int) -> int:
-        """`few` for cycles behind so many tokens of prompts, less those whose time these take: who decodes waits for both."""
-        taken = round(tokens * self._prompt_pace / self._pace) if self._pace else 0
-        return max(1, self.few - taken)
+    def cycles_behind(self, tokens: int, cycles: int) -> int:
+        """Cycles behind so many tokens of prompts, at most so many and `few`: who decodes waits for both, `STRETCH` times as long
+        as for the cycles without a prompt."""
+        few = min(cycles, self.few)
+        taken = tokens * self._prompt_pace / self._pace if self._pace else 0.0
+        return max(1, min(few, int(STRETCH * few - taken)))
 
 
 class Batch:
@@ -1058,10 +1064,10 @@ class Scheduler:
         return True
 
     def _prompt_tokens(self, batch: Batch) -> int:
-        """Tokens of prompts between two calls for cycles at most: as many as take no longer than these, where that is known and
-        requests come while others run."""
+        """Tokens of prompts between two calls for cycles at most."""
         most = batch.core.max_chunk
-        return min(most, self.inflight.tokens_of_few) if self.inflight.online and self._goes_ahead(batch) else most
+        comes = self.inflight.online and self._goes_ahead(batch)
+        return min(most, self.inflight.tokens_between(batch.cycles)) if comes else most
 
     def _gather(self, batch: Batch) -> list[Job]:
         """Requests whose prompts are prefilled next: the first of those that are not in the pages, and all that fit beside it."""
@@ -1173,7 +1179,7 @@ class Scheduler:
     def _few_at_most(self, batch: Batch, cycles: int) -> int:
         """Fewer where requests come while others run: then little is started before the next one."""
         comes = self._goes_ahead(batch) and (self.inflight.online or self._waiting)
-        return min(cycles, self.inflight.few_behind(self._spent)) if comes else cycles
+        return self.inflight.cycles_behind(self._spent, cycles) if comes else cycles
 
     def _make_room(self, batch: Batch, cycles: int, length: int) -> int:
         """Gives each running request the pages that cycles may write, as many cycles as the pool allows, and returns how many.

@@ -12,7 +12,7 @@ import pytest
 from dflash_jax.attention.dense import dense_attend
 from dflash_jax.decoding import cycle
 from dflash_jax.decoding.accept import accept_matching
-from dflash_jax.decoding.adjustments import Adjustments, adjusted_best, adjusted_logits, after
+from dflash_jax.decoding.adjustments import Adjustments, _greatest, adjusted_best, adjusted_logits, after, part_of
 from dflash_jax.decoding.sampling import choose, filtered_logits
 from dflash_jax.engine.requests import Request, adjustments
 from dflash_jax.models.registry import bind
@@ -86,6 +86,17 @@ def test_rows_of_a_block_are_defined_by_what_stands_before_them() -> None:
     changes = np.array([request.adjusts for request, _ in known])  # others have no history
     for one, other in ((later.seen, whole.seen), (later.tail, whole.tail)):
         np.testing.assert_array_equal(np.asarray(one)[changes], np.asarray(other)[changes])
+
+
+@pytest.mark.parametrize(("vocab", "part"), [(4096, 2048), (2374, 1187), (1201, 1201), (5, 5), (7919, 7919)])
+def test_the_greatest_of_a_row_is_the_first_of_equal_ones(vocab: int, part: int) -> None:
+    rows = np.random.default_rng(vocab).integers(0, 9, (3, 2, vocab)).astype(np.float32)
+    rows[1, 1] = -np.inf
+    rows[2, 0, : vocab - 1] = -1.0
+    assert part_of(vocab) == part
+    best, place = jax.jit(_greatest)(rows)
+    np.testing.assert_array_equal(np.asarray(best), rows.max(axis=-1))
+    np.testing.assert_array_equal(np.asarray(place), rows.argmax(axis=-1))
 
 
 # The law of sampled texts: every seed emits from START on, by cycles whose proposals stand now and then.

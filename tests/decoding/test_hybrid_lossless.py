@@ -126,6 +126,7 @@ def test_other_numbers_of_cycles_lengths_and_slots(hybrid: Pair) -> None:
     engine.verify_length = None
 
 
+@pytest.mark.few
 def test_a_request_that_loses_its_pages_is_prefilled_again(hybrid: Pair) -> None:
     """States are not kept for it: they are made again from its tokens."""
     prompts = random_prompts((40, 30, 35), seed=4)

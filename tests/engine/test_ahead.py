@@ -11,6 +11,7 @@ import pytest
 from dflash_jax.decoding.loop import no_rows
 from dflash_jax.engine import scheduler
 from dflash_jax.engine.requests import Request, on_host
+from dflash_jax.engine.resources import LEAST_TOKENS
 from dflash_jax.sampling_params import SamplingParams
 
 LENGTHS = (33, 50, 21)
@@ -264,7 +265,7 @@ def test_prompts_and_cycles_between_two_looks_last_alike(pair, monkeypatch):
     queued, now = scheduler.InFlight(pair.engine), [0.0]
     monkeypatch.setattr(pair.engine.programs, "compile_s", 0.0)
     monkeypatch.setattr(scheduler.time, "perf_counter", lambda: now[0])
-    assert (queued.few_behind(10_000), queued.tokens_of_few) == (2, sys.maxsize)
+    assert (queued.cycles_behind(10_000, 4), queued.tokens_between(4)) == (2, sys.maxsize)
     call = finished_call(pair, started=10.0, compiled=0.0, returned=10.1)
     queued.compute(400)
     queued.compute(600)
@@ -274,8 +275,12 @@ def test_prompts_and_cycles_between_two_looks_last_alike(pair, monkeypatch):
     queued.first_seconds(queued.take())  # 1,000 tokens in 2 seconds
     now[0] = 14.0
     assert queued.seconds(queued.take(), 2.0) == 4.0  # of 4 cycles
-    assert queued.tokens_of_few == 1000  # as long as 2 cycles
-    assert [queued.few_behind(tokens) for tokens in (0, 200, 500, 3000)] == [2, 2, 1, 1]
+    assert [queued.tokens_between(cycles) for cycles in (1, 2, 4)] == [LEAST_TOKENS, 850, 850]  # few are 2
+    assert [queued.cycles_behind(tokens, 4) for tokens in (0, 300, 500, 3000)] == [2, 2, 1, 1]
+    queued.few = 8
+    assert queued.tokens_between(4) == 2200
+    assert [queued.cycles_behind(tokens, 4) for tokens in (0, 690, 900, 1900, 3000)] == [4, 4, 3, 1, 1]
+    queued.few = 2
     queued.compute(1000)
     queued.add(scheduler.PrefillResult([], call.emitted, logprobs=False, started=14.0))
     assert queued.latest == pytest.approx(14 + 0.7 * 2)

@@ -225,11 +225,11 @@ def test_info_says_what_was_decided(monkeypatch, capsys):
     monkeypatch.setattr(planning, "free_memory", lambda: 500 << 20)
     assert main(["info", "--max-batch", "64"]) == 0
     out = capsys.readouterr().out
-    assert "memory    500 MiB free: 45.34 MiB weights" in out
+    assert "memory    500 MiB free: 47.34 MiB weights" in out
     assert "no room for the 2112 pages" in out
     monkeypatch.setattr(planning, "free_memory", lambda: 30 << 20)
     assert main(["info"]) == 4
-    assert capsys.readouterr().err.startswith("error: the device has 30 MiB free; weights take 45.34 MiB")
+    assert capsys.readouterr().err.startswith("error: the device has 30 MiB free; weights take 47.34 MiB")
 
 
 def test_memory_that_runs_out_is_a_message(monkeypatch):
