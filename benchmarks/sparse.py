@@ -33,8 +33,8 @@ from dflash_jax.models import SparseDeepseekConfig
 from dflash_jax.models.presets import SPARSE_TARGETS
 
 PAGE, CALLS = 64, 4
+STEPS = ("scores", "choice", "attention", "sparse", "dense")
 CACHE = 2**28  # bytes that calls go through before they read the same again: several times what an L2 holds
-KERNELS = ("mosaic_gpu", "xla")
 
 
 def normal(key: jax.Array, seed: int, *shape: int) -> jax.Array:
@@ -50,15 +50,16 @@ def compiled(
 ) -> Callable[[], float]:
     """Compiles `rounds` rounds of `CALLS` calls of `step(arrays, first, turn)`; what comes back measures microseconds of a call."""
 
-    def run(arrays: Arrays, first: jax.Array, turns: Sequence[jax.Array]) -> jax.Array:
-        def one(_: int, out: jax.Array) -> jax.Array:
+    def run(arrays: Arrays, first: jax.Array, turns: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+        def one(_: int, outs: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            held = list(outs)
             for call in range(CALLS):
-                # No call begins before the one before it has ended, and none is the same for the compiler.
-                again, out = lax.optimization_barrier((first, out))
-                out = step(arrays, again, turns[call % len(turns)])
-            return out
+                # No call begins before the one before it has ended. What that gave is carried on, or the compiler leaves it out.
+                again, held[call - 1] = lax.optimization_barrier((first, held[call - 1]))
+                held[call] = step(arrays, again, turns[call % len(turns)])
+            return tuple(held)
 
-        return lax.fori_loop(0, rounds, one, step(arrays, first, turns[0]))
+        return lax.fori_loop(0, rounds, one, (step(arrays, first, turns[0]),) * CALLS)
 
     program = jax.jit(run).lower(arrays, first, turns).compile()
 
@@ -110,16 +111,15 @@ class Layer:
     def scores(self, arrays: Arrays, q: jax.Array, table: jax.Array) -> jax.Array:
         return index_scores(
             q, arrays["weights"], arrays["keys"], table, arrays["lens"], index_scale=arrays["key_scale"],
-            implementation=KERNELS,
         )  # fmt: skip
 
     def choice(self, arrays: Arrays, scores: jax.Array, table: jax.Array) -> jax.Array:
         del arrays
         count = self.config.index_topk
-        return index_select(scores, count=count, page_table=table, page_size=PAGE, implementation=KERNELS)
+        return index_select(scores, count=count, page_table=table, page_size=PAGE)
 
     def attention(self, arrays: Arrays, q: jax.Array, slots: jax.Array) -> jax.Array:
-        return mla_selected_attention(q, arrays["latents"], slots, implementation=KERNELS, **self.options)
+        return mla_selected_attention(q, arrays["latents"], slots, **self.options)
 
     def sparse(self, arrays: Arrays, index_q: jax.Array, table: jax.Array) -> jax.Array:
         slots = self.choice(arrays, self.scores(arrays, index_q, table), table)
@@ -129,15 +129,17 @@ class Layer:
         return mla_attention(q, arrays["latents"], table, arrays["lens"], **self.options)
 
 
-def programs(config: SparseDeepseekConfig, b: int, t: int, s: int, rounds: int) -> dict[str, Callable[[], float]]:
-    """What measures each step."""
+def programs(
+    config: SparseDeepseekConfig, b: int, t: int, s: int, steps: Sequence[str], rounds: int
+) -> dict[str, Callable[[], float]]:
+    """What measures each of the steps."""
     layer = Layer(config, b, t, s)
     cases: dict[str, tuple[Step, jax.Array, Sequence[jax.Array]]] = {
         "scores": (layer.scores, layer.index_q, layer.tables), "choice": (layer.choice, layer.found, layer.tables),
         "attention": (layer.attention, layer.arrays["q"], layer.slots), "sparse": (layer.sparse, layer.index_q, layer.tables),
         "dense": (layer.dense, layer.arrays["q"], layer.tables),
     }  # fmt: skip
-    return {name: compiled(step, layer.arrays, first, turns, rounds) for name, (step, first, turns) in cases.items()}
+    return {name: compiled(cases[name][0], layer.arrays, *cases[name][1:], rounds) for name in steps}
 
 
 def floors(config: SparseDeepseekConfig, b: int, t: int, s: int) -> dict[str, float]:
@@ -160,12 +162,15 @@ def main() -> None:
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8])
     parser.add_argument("--tokens", nargs="+", type=int, default=[1, 16])
     parser.add_argument("--contexts", nargs="+", type=int, default=[4096, 16_384, 32_768, 131_072])
+    parser.add_argument("--steps", nargs="+", choices=STEPS, default=STEPS)
     parser.add_argument("--rounds", type=int, default=20)
     options = parser.parse_args()
     record = Record("sparse", options)
     cases = list(itertools.product(options.models, options.batch, options.tokens, options.contexts))
     with ThreadPoolExecutor() as pool:
-        jobs = [pool.submit(programs, SPARSE_TARGETS[name], *sizes, options.rounds) for name, *sizes in cases]
+        jobs = [
+            pool.submit(programs, SPARSE_TARGETS[name], *sizes, options.steps, options.rounds) for name, *sizes in cases
+        ]
     # From here on nothing else runs on the GPU.
     for (name, b, t, s), job in zip(cases, jobs, strict=True):
         least = floors(SPARSE_TARGETS[name], b, t, s)

@@ -85,8 +85,9 @@ OPS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "latent_gather": ((LATENTS, integers(BATCH, TABLE), integers(BATCH), integers(BATCH)), {"rows": 512}),
     "index_encode": ((array(64, 128),), {}),
     "index_scores": (
-        (array(BATCH, TOKENS, 64, 128), array(BATCH, TOKENS, 64, dtype=jnp.float32), array(99, 1, 64, 128), integers(BATCH, TABLE),
-         integers(BATCH)), {},
+        (array(BATCH, TOKENS, 64, 128, dtype=jnp.float8_e4m3fn), array(BATCH, TOKENS, 64, dtype=jnp.float32),
+         array(99, 1, 64, 128, dtype=jnp.float8_e4m3fn), integers(BATCH, TABLE), integers(BATCH),
+         array(99, 1, 64, dtype=jnp.float32)), {},
     ),
     "index_select": ((array(BATCH, TOKENS, TABLE * 64, dtype=jnp.float32),), {"count": 2048}),
     "mla_selected_attention bytes": (
@@ -200,6 +201,7 @@ WRITTEN_OUT: dict[str, Callable[..., Any]] = {
     "linear_chain": linear_chain,
     "delta_prefill": delta_prefill,
     "filtered_choice": filtered_choice,
+    "index_scores": lambda *arrays: dflash_kernels.index_scores(*arrays[:-1], index_scale=arrays[-1]),
     "qkv_attention": lambda *arrays: dflash_kernels.qkv_attention(*arrays[:-2], q_norm=arrays[-2], k_norm=arrays[-1]),
     "stream_norm": lambda stream, norm, **options: dflash_kernels.stream_norm(stream, 16, norm, **options),
 }
@@ -246,7 +248,7 @@ def test_a_write_is_one_launch_where_there_is_a_kernel(op: str) -> None:
     [
         "dense", "dense_gated", "dense_parts", "dense_onto", "dense_best", "add_norm", "embed_norm", "stream_norm",
         "add_norm_scores", "quantized_linear", "grouped_linear", "routed_experts", "mixture", "mxfp4_mixture", "layer_chain",
-        "attention_chain",
+        "attention_chain", "index_scores", "index_select", "mla_selected_attention bytes",
         "attention_chain without norms", "linear_chain", "float8_rows", "float8_dense", "float8_gated", "float8_onto",
         "float8_best", "float8_candidates", "filtered_choice",
     ],

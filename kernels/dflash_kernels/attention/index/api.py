@@ -23,10 +23,10 @@ from dflash_kernels.core.validation import (
     is_wide,
 )
 
-IMPLEMENTATIONS = {"xla": index_scores_xla, "mosaic_gpu": index_scores_mosaic_gpu}
+IMPLEMENTATIONS = {"mosaic_gpu": index_scores_mosaic_gpu, "xla": index_scores_xla}
 SELECT_IMPLEMENTATIONS = {
-    "xla": index_select_xla,
     "mosaic_gpu": index_select_mosaic_gpu,
+    "xla": index_select_xla,
     "sort": index_select_reference,
 }
 

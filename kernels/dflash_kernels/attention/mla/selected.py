@@ -20,7 +20,7 @@ from dflash_kernels.core.validation import (
 )
 from dflash_kernels.kv_cache.latent.reference import packed_latent_width
 
-IMPLEMENTATIONS = {"xla": mla_selected_xla, "mosaic_gpu": mla_selected_mosaic_gpu}
+IMPLEMENTATIONS = {"mosaic_gpu": mla_selected_mosaic_gpu, "xla": mla_selected_xla}
 
 
 def mla_selected_attention(

@@ -196,6 +196,7 @@ def plan_wide(
     """
     del items
     tiles, keys = -(-tokens * group // ROWS), tuning.keys or 64
+    # Two CTAs that share keys have twice the rows for each that they read, and were no faster (docs/attention.md).
     paired = bool(tuning.paired)
     row_blocks = -(-tiles // 2) if paired else tiles
     if keys > ROWS:
