@@ -135,7 +135,7 @@ def main() -> None:
     parser.add_argument(
         "--dispatch",
         nargs="+",
-        default=["late", "early"],
+        default=["late"],
         choices=["late", "early"],
         help="see `engine.resources.Resources`",
     )
@@ -173,7 +173,7 @@ def main() -> None:
                 engine.late_dispatch = dispatch == "late"
                 _users(port, users, max(2, users), workload.prompts)  # everybody is served once before
                 seen, engine_alone = _users(port, users, counts[users], workload.prompts), alone[users]
-                case = f"serving {options.shapes or 'pair'} U{users}" + (" late" if dispatch == "late" else "")
+                case = f"serving {options.shapes or 'pair'} U{users}" + (" early" if dispatch == "early" else "")
                 record.add(
                     case, "tokens of all users", round(seen["tokens_per_s"], 1), "tokens/s",
                     peer="the engine alone", peer_value=engine_alone.tokens_per_s,
