@@ -98,8 +98,11 @@ def adjusted_best(
 
 
 def _greatest(rows: Float[Array, "*R V"]) -> tuple[Float[Array, "*R"], Int[Array, "*R"]]:
-    """The greatest of each row, and where it stands first: of each part of a row, then of those. One reduction gives few rows, each
-    to a block of threads, no more of a GPU than that."""
+    """The greatest of each row, and where it stands first: of each part of a row, then of those.
+
+    With 152k tokens a cycle of one user with penalties takes 3.32 ms so and 3.40 with one reduction, of eight 3.55 and 3.57 (H200,
+    one run).
+    """
     places = jax.lax.broadcasted_iota(jnp.int32, rows.shape, rows.ndim - 1)
     parts = (*rows.shape[:-1], -1, part_of(rows.shape[-1]))
     return _first(*_first(rows.reshape(parts), places.reshape(parts)))
