@@ -20,7 +20,7 @@ from dflash_jax.decoding.adjustments import Adjustments, adjusted_best, adjusted
 from dflash_jax.decoding.draft_window import last_pages
 from dflash_jax.decoding.grammar_masks import masked
 from dflash_jax.decoding.grammar_tables import GrammarTables, block_states, states_after, table_masks
-from dflash_jax.decoding.head_proposals import last_features, picker, with_chance
+from dflash_jax.decoding.head_proposals import last_features, picker, with_noise
 from dflash_jax.decoding.sampling import choose, filtered_logits, is_stop, noise_at, sample, without_stops
 from dflash_jax.decoding.state import DecodeState, Emitted, Plans, Setup, Weights, attending_heads
 from dflash_jax.decoding.verify_budget import MOST_LOG_ODDS, budget, log_odds, survivals
@@ -165,7 +165,7 @@ def drafted(
                         listed,
                     )
                     pick = picker(setup, positions[:, :-1], state, draft_noise)
-                    judged = with_chance(setup, state, judged, draft_noise)
+                    judged = with_noise(setup, state, judged, draft_noise)
                     proposals, draft_law = drafter.head.propose(judged, pick)
                 elif setup.mode == "greedy" and setup.width == setup.offered and not setup.per_request:
                     # Of all slots: to leave the anchors' rows out would take a copy of the others.

@@ -20,16 +20,16 @@ def last_features(state: DecodeState) -> Float[Array, "B nD"]:
     return jnp.where((state.fresh > 0)[:, None], last, jnp.zeros((), last.dtype))
 
 
-def with_chance(setup: Setup, state: DecodeState, block: Block, noise: Float[Array, "B g V"] | None) -> Block:
+def with_noise(setup: Setup, state: DecodeState, block: Block, noise: Float[Array, "B g V"] | None) -> Block:
     """The block whose candidates are chosen under the noise that they will be drawn with, where that is the target's.
 
-    With the pair that ships, at temperature 1 and 32 candidates, a cycle gains 8 % more: the target's token is the best under
-    this noise, and may be none of the best without it.
+    The target's token is the best under this noise, and may be none of the best without it: with the pair that ships in float32,
+    32 candidates, 32 prompts and temperature 1, 1.93 tokens a cycle in place of 1.79.
     """
     if noise is None or setup.greedy or setup.proposals != "shared_noise":
         return block
     scale = (state.request.temperature * setup.draft_temperature)[:, None, None]
-    return block._replace(chance=block.named(noise) * scale)
+    return block._replace(noise=block.named(noise) * scale)
 
 
 def picker(setup: Setup, positions: Int[Array, "B g"], state: DecodeState, noise: Float[Array, "B g V"] | None) -> Pick:

@@ -110,8 +110,8 @@ def _proposals(
         pick = noisy_pick(noise, scale)
         if module.head is None:
             return pick(0, block.logits[:, :, None], None)[0][..., 0]
-        chance = None if noise is None else block.named(noise) / scale
-        return module.head.propose(block._replace(chance=chance), pick)[0]
+        drawn = None if noise is None else block.named(noise) / scale
+        return module.head.propose(block._replace(noise=drawn), pick)[0]
 
     modes = [propose(None)]
     if scales:

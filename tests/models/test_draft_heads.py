@@ -148,7 +148,7 @@ def test_candidates_are_the_best_with_the_noise_that_they_are_drawn_with() -> No
             tokens=None if tokens is None else jnp.array(tokens), listed=None if listed is None else jnp.array(listed)
         )
         noisy = given.named(noise[..., :4] if tokens is None and listed is None else noise)
-        unary, rows, chosen = given._replace(chance=noisy).best(2)
+        unary, rows, chosen = given._replace(noise=noisy).best(2)
         assert chosen[0].tolist() == expected
         column = [
             int(np.flatnonzero(np.asarray(range(4) if listed is None else listed[0][0]) == row)[0])

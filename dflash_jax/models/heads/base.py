@@ -31,7 +31,7 @@ class Block(NamedTuple):
       embed: embeddings of tokens, as the block's own were made.
       context: the context state of the last committed token, zeros where it is not at hand.
       listed: the rows that `logits` are of, where a head that regards the best few alone was given a shortlist; None for all.
-      chance: what is added to base logits where the best few are chosen, and nowhere else: the noise that proposals will be drawn
+      noise: what is added to base logits where the best few are chosen, and nowhere else: the noise that proposals will be drawn
         with. A token that wins by it may be far from the best without it.
     """
 
@@ -43,14 +43,14 @@ class Block(NamedTuple):
     embed: Callable[[Array], Array]
     context: Callable[[], Array]
     listed: Int[Array, "B g S"] | None = None
-    chance: Float[Array, "B g S"] | None = None
+    noise: Float[Array, "B g S"] | None = None
 
     def best(self, count: int) -> tuple[Float[Array, "B g C"], Int[Array, "B g C"], Int[Array, "B g C"]]:
-        """The largest base logits of each place, chosen with `chance`, their rows of the LM head and those rows' tokens."""
-        if self.chance is None:
+        """The largest base logits of each place, chosen with `noise`, their rows of the LM head and those rows' tokens."""
+        if self.noise is None:
             unary, columns = largest(self.logits, count)
         else:
-            _, columns = largest(self.logits + self.chance, count)
+            _, columns = largest(self.logits + self.noise, count)
             unary = jnp.take_along_axis(self.logits, columns, axis=-1)
         rows = columns if self.listed is None else jnp.take_along_axis(self.listed, columns, axis=-1)
         return unary, rows, rows if self.tokens is None else self.tokens[rows]
