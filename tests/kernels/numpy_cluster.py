@@ -27,6 +27,8 @@ class Cluster:
         self.memory = np.full((ctas, 1 << 16), 0x7FC00000, np.uint32)
         self.used = 0
         self.active = np.ones(self.thread.shape, bool)
+        # Of barriers, by address: bytes that are missing, and how often each has completed.
+        self.pending, self.phases = np.zeros((ctas, 64), np.int64), np.zeros((ctas, 64), np.int64)
 
     def shared(self, words: int) -> Any:
         ref = SimpleNamespace(start=self.used, shape=(words,))
@@ -138,8 +140,28 @@ class Cluster:
         for step, value in enumerate(values):
             self.store_shared(base, word + np.uint32(step), value)
 
-    def load_peer(self, address: np.ndarray, cta: int) -> np.ndarray:
-        return self.memory[cta, address // 4]
+    def push_quad(self, base: Any, word: Any, cta: np.ndarray, values: list[np.ndarray], barrier: np.ndarray) -> None:
+        assert (word % 4 == 0).all()
+        assert (base % 16 == 0).all()
+        assert (cta[self.active] < self.ctas).all()
+        for step, value in enumerate(values):
+            place = (base // 4 + word + np.uint32(step)).astype(np.int64)
+            self.memory[cta[self.active], place[self.active]] = value[self.active]
+        np.add.at(self.pending, (cta[self.active], barrier[self.active]), -16)
+
+    def expect_bytes(self, barrier: np.ndarray, count: int) -> None:
+        np.add.at(self.pending, (self.cta[self.active], barrier[self.active]), count)
+
+    def await_phase(self, barrier: np.ndarray, phase: np.ndarray) -> None:
+        """All that was expected must have come."""
+        assert (self.pending == 0).all()
+        assert (self.phases[self.cta[self.active], barrier[self.active]] == phase[self.active]).all()
+        for cta, place in {*zip(self.cta[self.active].tolist(), barrier[self.active].tolist(), strict=True)}:
+            self.phases[cta, place] += 1
+
+    def over_lanes(self, value: np.ndarray, kind: str) -> np.ndarray:
+        of = {"add": np.add, "max": np.maximum, "min": np.minimum}[kind]
+        return np.repeat(of.reduce(self._warps(value), axis=1, dtype=np.uint32), WARP)
 
     def when(self, predicate: np.ndarray, ptx: str, address: Any, *values: np.ndarray) -> None:
         predicate = predicate & self.active
@@ -176,7 +198,4 @@ class Cluster:
         return self._warps(value)[:, np.arange(WARP) ^ distance].ravel()
 
     def cta_barrier(self) -> None:
-        pass
-
-    def cluster_barrier(self) -> None:
         pass

@@ -166,7 +166,9 @@ def test_choice_is_that_of_a_sort(ctas: int, size: int, count: int, monkeypatch:
             buffers = [cluster.shared(words) for words in (own, *radix_select.SCRATCH.values())]
             given = cluster.device(row), cluster.device(table), cluster.device(out)
             threads: Any = radix_select.select_row
-            threads.__wrapped__(*given, cluster.number(0), *buffers, count=count, ctas=ctas, page_size=page_size)
+            threads.__wrapped__(
+                *given, cluster.number(0), *buffers, cluster.number(0), count=count, ctas=ctas, page_size=page_size
+            )
             expected = best(row, count)
             if page_size:
                 expected = np.where(expected < 0, -1, table[0, expected // 64] * 64 + expected % 64)

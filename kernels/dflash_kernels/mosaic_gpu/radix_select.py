@@ -1,17 +1,19 @@
 """Radix selection: places, or slots in pages, of a row's largest numbers, by a cluster of CTAs that hold the row in shared memory.
 
 Numbers become integers of the same order, of which eight bits at a time are found. A pass counts how many of the numbers that begin
-with what is found have which eight bits next; counts of all CTAs are added up, and the largest bits that enough numbers reach are
-the next ones. Each lane counts in a place of its own, so that no distribution of numbers, all of them equal included, has two
-threads of a warp wait for one another.
+with what is found have which eight bits next, and sends the counts to all CTAs; the largest bits that enough numbers reach are the
+next ones. Each lane counts in a place of its own, so that no distribution of numbers, all of them equal included, has two threads
+of a warp wait for one another. Counts arrive at a barrier in shared memory: CTAs that wait for one another at a barrier of the
+cluster first wait for their stores to global memory, too.
 
-What is larger than the number found is taken, and of what equals it the first ones. A thread has numbers that lie next to each
-other, and knows from counts how many before them are taken: places come out in ascending order, the same ones each time.
+What is larger than the number found is taken, and of what equals it the first ones. A CTA knows from the counts how many of earlier
+CTAs' numbers are taken, and a thread, whose numbers lie next to each other, how many of those before its own: places come out in
+ascending order, the same ones each time.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
-from dflash_kernels.core.device import WARP
+from dflash_kernels.core.device import WARP, WARPGROUP
 from dflash_kernels.mosaic_gpu import ptx as th
 from dflash_kernels.mosaic_gpu.thread_op import GLOBAL, SCALAR, thread_op
 
@@ -25,13 +27,20 @@ _AT_ONCE = 4  # loads of a thread that are on their way at a time
 _LINE = 7  # the place of a number of eight bits in lanes' counts: four bytes of each of 32 lanes
 _SIGN, _LOWEST = -(1 << 31), -(1 << 23)  # bits of -0 and of -inf, as int32
 MOST_PLACES = 1 << 16  # counts have half a word each
-SCRATCH = {"bins": BINS * WARP, "totals": 2 * BINS, "sums": BINS, "of_warps": _WARPS, "of_cta": 1}  # int32 words
+MOST_CTAS = 8  # of a cluster that every GPU can launch
+_PACKED = BINS // 2  # words of a CTA's counts
+# int32 words: counts of lanes, a CTA's, those of all CTAs in turns, their sums, sums of earlier CTAs', of warps.
+SCRATCH = {
+    "bins": BINS * WARP, "totals": BINS, "given": 2 * MOST_CTAS * _PACKED, "sums": BINS, "earlier": BINS, "of_warps": _WARPS,
+}  # fmt: skip
+TURNS = 2  # barriers of a CTA
 
 
-@thread_op(args=(*[GLOBAL] * 3, SCALAR, *[GLOBAL] * 6))
+@thread_op(args=(*[GLOBAL] * 3, SCALAR, *[GLOBAL] * 7, SCALAR))
 def select_row(
-    scores, table, out, sequence, held, bins, totals, sums, of_warps, of_cta, *, count: int, ctas: int, page_size: int
-) -> None:
+    scores, table, out, sequence, held, bins, totals, given, sums, earlier, of_warps, barriers, *, count: int, ctas: int,
+    page_size: int,
+) -> None:  # fmt: skip
     """Writes the places of the `count` largest of a row's numbers, ascending, with -1 behind the last: -inf is never one.
 
     Args:
@@ -40,28 +49,49 @@ def select_row(
       out: `[count]` int32 in global memory, fewer than `MOST_PLACES`.
       held: int32 in shared memory, a multiple of `STEP` numbers, fewer than `MOST_PLACES`, and `1 / ctas` of the row or more.
       bins and so on: int32 in shared memory, sizes as in `SCRATCH`.
+      barriers: address of the first of `TURNS` barriers in shared memory, at which a warpgroup's threads arrive.
     """
     (size,), _ = th.shape_and_strides(scores)
     (own,), _ = th.shape_and_strides(held)
     cta = th.cta_of_cluster() if ctas > 1 else th.number(0)
-    row = _Row(own, ctas, cta, *(th.address(ref, space=3) for ref in (held, bins, totals, sums, of_warps, of_cta)))
+    memory = [th.address(ref, space=3) for ref in (held, bins, totals, given, sums, earlier, of_warps)]
+    row = _Row(own, ctas, cta, barriers, *memory)
     row.load(scores, size)
-    least, missing = row.least(count)
     pages = None
     if page_size:
         width = th.shape_and_strides(table)[0][1]
         pages = row.pages(th.offset(th.address(table), th.mul(th.mul(sequence, width), 4)), width, page_size)
-    row.write(th.address(out), count, least, missing, pages)
+    row.write(th.address(out), count, row.bound(count), pages)
+
+
+class _Bound(NamedTuple):
+    """What is taken: the numbers above `least`, and the first `missing` of those that equal it.
+
+    Attributes:
+      least: an integer, or the first bits of it.
+      missing: how many are taken of what begins so; inside: how many there are.
+      above: how many of earlier CTAs' numbers are larger; ties: how many of them begin so.
+      chosen: how many are taken in all.
+    """
+
+    least: Any
+    missing: Any
+    inside: Any
+    above: Any
+    ties: Any
+    chosen: Any
 
 
 class _Row:
     """What a thread knows of its CTA's part of the row: four numbers after four, next to each other in the row."""
 
     def __init__(
-        self, own: int, ctas: int, cta: Any, held: Any, bins: Any, totals: Any, sums: Any, of_warps: Any, of_cta: Any
-    ):
-        self.own, self.ctas, self.cta, self.held = own, ctas, cta, held
-        self.bins, self.totals, self.sums, self.of_warps, self.of_cta = bins, totals, sums, of_warps, of_cta
+        self, own: int, ctas: int, cta: Any, barriers: Any, held: Any, bins: Any, totals: Any, given: Any, sums: Any,
+        earlier: Any, of_warps: Any,
+    ):  # fmt: skip
+        self.own, self.ctas, self.cta, self.barriers, self.held = own, ctas, cta, barriers, held
+        self.bins, self.totals, self.given, self.earlier, self.of_warps = bins, totals, given, earlier, of_warps
+        self.sums = sums if ctas > 1 else totals
         self.thread = th.thread_of_cta()
         self.lane, self.warp = th.rem(self.thread, WARP), th.div(self.thread, WARP)
         self.quads = own // STEP  # of a thread
@@ -94,29 +124,63 @@ class _Row:
         """Place of the first of them in the row."""
         return th.add(th.mul(self.cta, self.own), th.mul(th.add(th.mul(self.thread, self.quads), quad), 4))
 
-    def least(self, count: int) -> tuple[Any, Any]:
-        """An integer and a number: the `count` largest are all above it, and so many of those that equal it."""
-        found, missing, inside = th.number(0), th.number(count), None
+    def bound(self, count: int) -> _Bound:
+        """What the `count` largest are."""
+        none = th.number(0)
+        found = _Bound(none, th.number(count), none, none, none, th.number(count))
         for digit in range(3):
-            found, missing, inside = self._next_bits(found, missing, digit)
+            found = self._next_bits(found, digit)
         # Where all numbers that begin so are taken, no more bits are needed.
-        done = th.every(th.compare(inside, "eq", missing), th.compare(found, "ne", 0))
+        done = th.every(th.compare(found.inside, "eq", found.missing), th.compare(found.least, "ne", 0))
 
-        @th.fori(th.as_word(th.compare(th.as_word(done), "eq", 0)), [found, missing])
+        @th.fori(th.as_word(th.compare(th.as_word(done), "eq", 0)), list(found))
         def last(_, carry):
-            return list(self._next_bits(carry[0], carry[1], 3)[:2])
+            return list(self._next_bits(_Bound(*carry), 3))
 
-        below = th.sub(th.mul(found, BINS), 1)
-        found, missing = last.results
-        found, missing = th.select(done, below, found), th.select(done, th.number(0), missing)
+        whole = _Bound(*last.results)
+        least = th.select(done, th.sub(th.mul(found.least, BINS), 1), whole.least)
         # Fewer numbers than are wanted are all above 0, which is none.
-        return found, th.select(th.compare(found, "eq", 0), th.number(0), missing)
+        few = th.compare(least, "eq", 0)
+        above = th.add(whole.above, th.select(done, whole.ties, none))
+        missing, chosen = th.select(th.either(done, few), none, whole.missing), th.sub(th.number(count), whole.missing)
+        return _Bound(least, missing, whole.inside, above, whole.ties, th.select(few, chosen, th.number(count)))
 
-    def _next_bits(self, found: Any, missing: Any, digit: int) -> tuple[Any, Any, Any]:
-        """With the next eight bits; how many are missing among those that begin so, and how many these are."""
-        self._count(found, 32 - BITS * (digit + 1))
-        bits, above, reached = self._enough(missing, digit % 2)
-        return th.add(th.mul(found, BINS), bits), th.sub(missing, above), th.sub(reached, above)
+    def _next_bits(self, found: _Bound, digit: int) -> _Bound:
+        """With the next eight bits."""
+        self._count(found.least, 32 - BITS * (digit + 1))
+        self._add_up(digit)
+        # Every warp finds the same, eight bins a lane: how many numbers have the bits of a bin or larger ones.
+        own_bins = self._of_lane(self.sums)
+        # Bins of later lanes are larger: everything, less what lies in the own one and before.
+        before = self._through_lane(_sum(own_bins))
+        reached = th.sub(th.from_lane(before, WARP - 1), before)
+        hits, above, least = th.number(0), th.number(0), th.number(-1)
+        for place in range(7, -1, -1):
+            reached = th.add(reached, own_bins[place])
+            enough = th.compare(reached, "sge", found.missing)
+            hits = th.add(hits, th.as_word(enough))
+            # The bin of zeros is what is found where no bin is reached.
+            fewer = reached if place else th.select(th.compare(self.lane, "eq", 0), th.number(0), reached)
+            above = th.unsigned_max(above, th.select(enough, th.number(0), fewer))
+            least = th.unsigned_min(least, th.select(enough, reached, th.number(-1)))
+        hits, above, least = (
+            th.over_lanes(value, kind) for value, kind in ((hits, "add"), (above, "max"), (least, "min"))
+        )
+        bits = th.sub(th.unsigned_max(hits, th.number(1)), 1)
+        missing, inside = th.sub(found.missing, above), th.sub(least, above)
+        larger, ties = found.above, found.ties
+        if self.ctas > 1:
+            first, later = th.mul(self.lane, 8), th.number(0)
+            for place, number in enumerate(self._of_lane(self.earlier)):
+                is_later = th.compare(th.add(first, place), "ugt", bits)
+                later = th.add(later, th.select(is_later, number, th.number(0)))
+            larger, ties = th.add(larger, th.over_lanes(later, "add")), th.shared_word(self.earlier, bits)
+        return _Bound(th.add(th.mul(found.least, BINS), bits), missing, inside, larger, ties, found.chosen)
+
+    def _of_lane(self, base: Any) -> list:
+        """Eight bins, which lie next to each other."""
+        first = th.mul(self.lane, 8)
+        return [*th.shared_quad(base, first), *th.shared_quad(base, th.add(first, 4))]
 
     def _count(self, found: Any, shift: int) -> None:
         """Counts by their next bits the numbers that begin with `found`, for each lane apart."""
@@ -131,8 +195,8 @@ class _Row:
                 th.when(counts, "red.shared.add.u32 [$0], 1;", th.add(of_lane, line))
         th.cta_barrier()
 
-    def _enough(self, missing: Any, turn: int) -> tuple[Any, Any, Any]:
-        """The largest next bits that `missing` numbers reach, 0 where none are; how many have larger ones, and these or larger."""
+    def _add_up(self, digit: int) -> None:
+        """The counts of all CTAs to `sums`, those of earlier ones to `earlier`."""
         # Four threads add up a bin's 32 places.
         words, places = [], [th.add(th.mul(self.thread, WARP // 4), step) for step in (0, 4)]
         for place in places:
@@ -142,41 +206,32 @@ class _Row:
         total = _sum(words)
         for distance in (1, 2):
             total = th.add(total, th.shuffle_xor(total, distance))
-        totals = th.add(self.totals, 4 * BINS * turn)
-        place = th.add(totals, th.mul(th.div(self.thread, 4), 4))
+        place = th.add(self.totals, th.mul(th.div(self.thread, 4), 4))
         th.when(th.compare(th.rem(self.thread, 4), "eq", 0), "st.shared.b32 [$0], $1;", place, total)
+        th.cta_barrier()
         if self.ctas == 1:
-            th.cta_barrier()
-            sums = totals
-        else:
-            # Two turns: a CTA that is ahead writes where nobody reads any more.
-            th.cluster_barrier()
-            with th.branch(th.under(self.thread, BINS)):
-                place = th.mul(self.thread, 4)
-                of_all = _sum([th.load_peer(th.add(totals, place), cta) for cta in range(self.ctas)])
-                th.store_shared(self.sums, self.thread, of_all)
-            th.cta_barrier()
-            sums = self.sums
-        # Every warp finds the same, eight bins a lane: how many numbers have the bits of a bin or larger ones.
-        first = th.mul(self.lane, 8)
-        own_bins = [*th.shared_quad(sums, first), *th.shared_quad(sums, th.add(first, 4))]
-        # Bins of later lanes are larger: everything, less what lies in the own one and before.
-        before = self._through_lane(_sum(own_bins))
-        reached = th.sub(th.from_lane(before, WARP - 1), before)
-        hits, above, least = th.number(0), th.number(0), th.number(-1)
-        for place in range(7, -1, -1):
-            reached = th.add(reached, own_bins[place])
-            enough = th.compare(reached, "sge", missing)
-            hits = th.add(hits, th.as_word(enough))
-            # The bin of zeros is what is found where no bin is reached.
-            fewer = reached if place else th.select(th.compare(self.lane, "eq", 0), th.number(0), reached)
-            above = th.unsigned_max(above, th.select(enough, th.number(0), fewer))
-            least = th.unsigned_min(least, th.select(enough, reached, th.number(-1)))
-        for distance in (1, 2, 4, 8, 16):
-            hits = th.add(hits, th.shuffle_xor(hits, distance))
-            above = th.unsigned_max(above, th.shuffle_xor(above, distance))
-            least = th.unsigned_min(least, th.shuffle_xor(least, distance))
-        return th.sub(th.unsigned_max(hits, th.number(1)), 1), above, least
+            return
+        # Two turns: a CTA that is ahead writes where nobody reads any more.
+        turn = digit % TURNS
+        barrier, area = th.add(self.barriers, 8 * turn), turn * MOST_CTAS * _PACKED
+        with th.branch(th.under(self.warp, self.ctas)):
+            own = self._of_lane(self.totals)
+            packed = [th.add(own[i], th.mul(own[i + 1], MOST_PLACES)) for i in (0, 2, 4, 6)]
+            place = th.add(th.add(th.mul(self.cta, _PACKED), th.mul(self.lane, 4)), area)
+            th.push_quad(self.given, place, self.warp, packed, barrier)
+        with th.branch(th.under(self.thread, WARPGROUP)):
+            th.expect_bytes(barrier, 4 * _PACKED * self.ctas // WARPGROUP)
+            th.await_phase(barrier, th.number(digit // TURNS))
+            sums, earlier = [th.number(0)] * 2, [th.number(0)] * 2
+            for cta in range(self.ctas):
+                pair = _halves(th.shared_word(self.given, th.add(self.thread, area + cta * _PACKED)))[::-1]
+                before = th.compare(self.cta, "ugt", cta)
+                sums = [th.add(a, b) for a, b in zip(sums, pair, strict=True)]
+                earlier = [th.add(a, th.select(before, b, th.number(0))) for a, b in zip(earlier, pair, strict=True)]
+            for base, pair in ((self.sums, sums), (self.earlier, earlier)):
+                for step, value in enumerate(pair):
+                    th.store_shared(base, th.add(th.mul(self.thread, 2), step), value)
+        th.cta_barrier()
 
     def _through_lane(self, value: Any):
         """The sum of all earlier lanes' values and the own one."""
@@ -194,9 +249,9 @@ class _Row:
             shifts.append(th.mul(th.sub(page, number), page_size))
         return shifts
 
-    def write(self, out: Any, count: int, least: Any, missing: Any, pages: list | None) -> None:
-        """Places of the numbers above `least`, and of the first `missing` that equal it."""
-        own = th.number(0)
+    def write(self, out: Any, count: int, bound: _Bound, pages: list | None) -> None:
+        """Places of what is taken."""
+        least, missing, own = bound.least, bound.missing, th.number(0)
         for quad in range(self.quads):
             for word in self._own(quad):
                 own = th.add(own, th.select(th.compare(word, "ugt", least), th.number(MOST_PLACES), th.number(0)))
@@ -205,33 +260,21 @@ class _Row:
         last = th.compare(self.lane, "eq", WARP - 1)
         th.when(last, "st.shared.b32 [$0], $1;", th.add(self.of_warps, th.mul(self.warp, 4)), through)
         th.cta_barrier()
-        of_cta = th.shared_word(self.of_warps, self.lane)
-        earlier = th.select(th.compare(self.lane, "ult", self.warp), of_cta, th.number(0))
-        for distance in (1, 2, 4, 8, 16):
-            of_cta = th.add(of_cta, th.shuffle_xor(of_cta, distance))
-            earlier = th.add(earlier, th.shuffle_xor(earlier, distance))
-        before = _halves(th.add(earlier, th.sub(through, own)))
-        everything = _halves(of_cta)
-        if self.ctas > 1:
-            th.when(th.compare(self.thread, "eq", 0), "st.shared.b32 [$0], $1;", self.of_cta, of_cta)
-            th.cluster_barrier()
-            parts = [_halves(th.load_peer(self.of_cta, cta)) for cta in range(self.ctas)]
-            for which in range(2):
-                everything[which] = _sum([part[which] for part in parts])
-                for cta, part in enumerate(parts):
-                    is_earlier = th.compare(self.cta, "ugt", cta)
-                    before[which] = th.add(before[which], th.select(is_earlier, part[which], th.number(0)))
+        is_earlier = th.compare(self.lane, "ult", self.warp)
+        earlier = th.select(is_earlier, th.shared_word(self.of_warps, self.lane), th.number(0))
+        before = _halves(th.add(th.over_lanes(earlier, "add"), th.sub(through, own)))
+        before = [th.add(a, b) for a, b in zip(before, (bound.above, bound.ties), strict=True)]
         # Where all that equal it are taken, they are above the integer before it.
-        all_ties = th.every(th.compare(everything[1], "eq", missing), th.compare(missing, "ne", 0))
+        all_ties = th.every(th.compare(bound.inside, "eq", missing), th.compare(missing, "ne", 0))
         taken = th.add(before[0], th.unsigned_min(before[1], missing))
         plain = th.either(all_ties, th.compare(missing, "eq", 0))
 
         @th.fori(th.as_word(plain), [])
         def _(_, carry):
-            bound, place = th.sub(least, th.as_word(all_ties)), th.offset(out, th.mul(taken, 4))
+            under, place = th.sub(least, th.as_word(all_ties)), th.offset(out, th.mul(taken, 4))
             for quad in range(self.quads):
                 for step, word in enumerate(self._own(quad)):
-                    takes = th.compare(word, "ugt", bound)
+                    takes = th.compare(word, "ugt", under)
                     th.when(takes, "st.global.b32 [$0], $1;", place, self._named(quad, step, pages))
                     place = th.offset(place, th.mul(th.as_word(takes), 4))
             return carry
@@ -248,13 +291,10 @@ class _Row:
                     ties = th.add(ties, th.as_word(equal))
             return carry
 
-        chosen = th.add(everything[0], th.unsigned_min(everything[1], missing))
         for start in range(0, count, THREADS * self.ctas):
             place = th.add(th.add(th.mul(self.cta, THREADS), self.thread), start)
-            empty = th.every(th.under(place, count), th.compare(place, "uge", chosen))
+            empty = th.every(th.under(place, count), th.compare(place, "uge", bound.chosen))
             th.when(empty, "st.global.b32 [$0], $1;", th.offset(out, th.mul(place, 4)), th.number(-1))
-        if self.ctas > 1:
-            th.cluster_barrier()  # nobody leaves whose memory is read
 
     def _named(self, quad: int, step: int, pages: list | None):
         """A number's place, or its slot."""

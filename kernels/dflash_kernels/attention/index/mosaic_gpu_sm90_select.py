@@ -7,8 +7,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from dflash_kernels.mosaic_gpu.radix_select import SCRATCH, STEP, WARPGROUPS, select_row
+from dflash_kernels.mosaic_gpu.radix_select import SCRATCH, STEP, TURNS, WARPGROUPS, select_row
 from dflash_kernels.mosaic_gpu.thread_op import kernel
+from dflash_kernels.mosaic_gpu.tma import address_of
 
 
 def words(held: int) -> int:
@@ -29,18 +30,21 @@ def choose(scores: jax.Array, table: jax.Array, *, count: int, tokens: int, page
     own = -(-size // (ctas * STEP)) * STEP
     cluster: dict[str, Any] = {"cluster": (ctas,), "cluster_names": ("part",)} if ctas > 1 else {}
 
-    def body(scores_ref, table_ref, out_ref, held, bins, totals, sums, of_warps, of_cta) -> None:
+    def body(scores_ref, table_ref, out_ref, held, *buffers) -> None:
         row = lax.axis_index("row")
+        *scratch, barriers = buffers
         select_row(
-            scores_ref.at[row], table_ref, out_ref.at[row], lax.div(row, jnp.int32(tokens)), held, bins, totals, sums, of_warps,
-            of_cta, count=count, ctas=ctas, page_size=page_size,
+            scores_ref.at[row], table_ref, out_ref.at[row], lax.div(row, jnp.int32(tokens)), held, *scratch, address_of(barriers),
+            count=count, ctas=ctas, page_size=page_size,
         )  # fmt: skip
 
     body.__name__ = "index_select"  # what profilers show
     run = kernel(
         body, out_type=jax.ShapeDtypeStruct((rows, count), jnp.int32), grid=(rows,), grid_names=("row",), **cluster,
         num_threads=WARPGROUPS, thread_name="wg",
-        scratch_types=[plgpu.SMEM((words,), jnp.int32) for words in (own, *SCRATCH.values())],
+        scratch_types=[
+            *(plgpu.SMEM((words,), jnp.int32) for words in (own, *SCRATCH.values())), plgpu.Barrier(num_barriers=TURNS)
+        ],
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True),
     )  # fmt: skip
     return run(scores, table)
