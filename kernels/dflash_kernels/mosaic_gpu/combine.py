@@ -676,6 +676,116 @@ def _at_peer(address):
     )  # fmt: skip
 
 
+@thread_op(args=(SCALAR,))
+def tell_ready(barrier, *, ctas: int) -> None:
+    """Arrives at a barrier of each CTA of a cluster for a warpgroup, all of whose threads have come this far."""
+    th.warpgroup_barrier()
+    lane, warp = th.lane_and_warp()
+    thread = th.add(th.mul(warp, 32), lane)
+    with th.branch(th.below(thread, ctas)):
+        th.inline(
+            "{ .reg .b32 there; mapa.shared::cluster.u32 there, $0, $1;"
+            f" mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [there], {LANES}; }}",
+            barrier, thread,
+        )  # fmt: skip
+
+
+@thread_op(args=(ROW, ROW, GLOBAL, SCALAR))
+def give_stats(top, total, memory, barrier, *, ctas: int) -> None:
+    """Sends two numbers of each row to all CTAs of a cluster.
+
+    Args:
+      top, total: `[64]` float32.
+      memory: float32 `[ctas * 2 * 64]` in shared memory, where those of all CTAs arrive.
+      barrier: int32 scalar, the address of the barrier that completes once all are there; a warpgroup gives.
+    """
+    th.expect_bytes(barrier, ctas * 2 * ROWS * 4 // LANES)
+    lane, warp = th.lane_and_warp()
+    row = th.add(th.mul(warp, 16), th.div(lane, 4))
+    own = th.add(row, th.mul(th.cta_of_cluster(), 2 * ROWS))
+    # Four lanes have the numbers of a row: each sends them to other CTAs.
+    for first in range(0, ctas, 4):
+        cta = th.add(th.rem(lane, 4), first)
+        with th.branch(th.below(cta, ctas)):
+            for which, array in enumerate((top, total)):
+                for half, value in enumerate(_numbers(array)):
+                    place = th.add(th.address(memory, space=3), th.mul(th.add(own, which * ROWS + 8 * half), 4))
+                    th.inline(
+                        "{ .reg .b32 there, counts; mapa.shared::cluster.u32 there, $0, $1;"
+                        " mapa.shared::cluster.u32 counts, $2, $1;"
+                        " st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [there], $3, [counts]; }",
+                        place, cta, barrier, th.bits(value),
+                    )  # fmt: skip
+
+
+@thread_op(args=(MATRIX, GLOBAL, SCALAR))
+def give_shares(tile, memory, barrier, *, ctas: int) -> None:
+    """Sends each CTA of a cluster its share of the columns, the first ones to the first CTA.
+
+    Args:
+      tile: `[64, H]` float32 in registers.
+      memory: float32 `[64 * H]` in shared memory, where shares arrive from all CTAs, as their threads have them: `add_shares`.
+      barrier: int32 scalar, the address of the barrier that completes once all are there; a warpgroup gives.
+    """
+    flat = _numbers(tile)
+    share = len(flat) // ctas
+    th.expect_bytes(barrier, 4 * len(flat))
+    own = _place_of_shares(memory, th.mul(th.cta_of_cluster(), share))
+    for cta in range(ctas):
+        there, arrival = (
+            utils.inline_ptx(f"mapa.shared::cluster.u32 $0, $1, {cta};", address, result_types=th.i32())
+            for address in (own, barrier)
+        )
+        for start in range(0, share, 4):
+            utils.inline_ptx(
+                "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [$0], {$1, $2, $3, $4}, [$5];",
+                th.add(there, LANES * 4 * start), *flat[cta * share + start : cta * share + start + 4], arrival,
+                has_side_effects=True,
+            )  # fmt: skip
+
+
+@thread_op(args=(GLOBAL, GLOBAL, ROW))
+def add_shares(memory, target, factors) -> None:
+    """Writes this CTA's share of the columns: the sum of what all CTAs have given, in their order, each under its factor.
+
+    Args:
+      memory: float32 `[64 * H]` in shared memory, what `give_shares` has sent.
+      target: `[R, H]` in global memory, up to 64 rows of two bytes a number.
+      factors: `[64]` of each CTA.
+    """
+    (rows, columns), (stride, _) = th.shape_and_strides(target)
+    dtype, ctas = ir.MemRefType(target.type).element_type, len(factors)
+    share = ROWS * columns // LANES // ctas
+    places = [_place_of_shares(memory, th.number(cta * share)) for cta in range(ctas)]
+    factors = [_numbers(factor) for factor in factors]
+    lane, warp = th.lane_and_warp()
+    row = th.add(th.mul(warp, 16), th.div(lane, 4))
+    column = th.add(th.mul(th.cta_of_cluster(), columns // ctas), th.mul(th.rem(lane, 4), 2))
+    base = th.address(target)
+    for start in range(0, share, 4):
+        parts = [th.load(th.add(place, LANES * 4 * start), 4, op="ld.shared", kind="f32") for place in places]
+        # Two columns of a row, then of the one eight rows further down.
+        for half in range(2):
+            terms = [
+                [arith.mulf(number, factor[half]) for number in part[2 * half : 2 * half + 2]]
+                for part, factor in zip(parts, factors, strict=True)
+            ]
+            sums = [functools.reduce(arith.addf, numbers) for numbers in zip(*terms, strict=True)]
+            pair = vector.from_elements(ir.VectorType.get((2,), ir.F32Type.get()), sums)
+            word = utils.bitcast(arith.truncf(ir.VectorType.get((2,), dtype), pair), th.i32())
+            own = th.add(row, 8 * half)
+            offset = th.add(th.mul(own, stride), th.add(column, 2 * start))
+            place = th.add(base, th.mul(th.widen_index(offset), 2))
+            th.when(th.below(own, rows), "st.global.b32 [$0], $1;", place, word)
+
+
+def _place_of_shares(memory, numbers):
+    """Where sixteen bytes of each thread begin, after so many numbers of a thread."""
+    lane, warp = th.lane_and_warp()
+    thread = th.add(th.mul(warp, 32), lane)
+    return th.add(th.address(memory, space=3), th.add(th.mul(numbers, 4 * LANES), th.mul(thread, 16)))
+
+
 def _numbers(array) -> list:
     """A thread's numbers, which its registers hold in vectors."""
     held = array.registers.flat
