@@ -77,8 +77,11 @@ def test_scores_agree_with_float64(name: str, interpret: Any) -> None:
     assert not np.signbit(found[expected == 0]).any()
 
 
-# Sequences, query tokens, heads, rows that are named, splits.
-ATTENDED = {"one": (1, 1, 8, 70, 1), "odd-splits": (2, 3, 3, 300, 2), "two-tiles-of-rows": (1, 2, 72, 128, 1)}
+# Sequences, query tokens, heads, rows that are named, splits: on a GPU, where each has keys, the CTAs of a cluster.
+ATTENDED = {
+    "one": (1, 1, 8, 70, 1), "odd-splits": (2, 3, 3, 300, 2), "two-tiles-of-rows": (1, 2, 72, 128, 1),
+    "empty-split": (1, 1, 8, 100, 2), "eight-splits": (1, 2, 40, 1000, 8),
+}  # fmt: skip
 
 
 @pytest.mark.few("*odd-splits", "*two-tiles*")
@@ -152,7 +155,9 @@ def rows_to_choose_from(size: int) -> dict[str, np.ndarray]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(("ctas", "size", "count"), [(1, 4000, 2048), (1, 1024, 2048), (2, 8192, 700), (4, 9004, 2048)])
+@pytest.mark.parametrize(
+    ("ctas", "size", "count"), [(1, 4000, 2048), (1, 1024, 2048), (2, 8192, 700), (4, 9004, 2048), (16, 70_000, 2048)]
+)
 def test_choice_is_that_of_a_sort(ctas: int, size: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every row run by NumPy in place of a cluster's threads."""
     own = -(-size // (ctas * radix_select.STEP)) * radix_select.STEP
@@ -163,7 +168,7 @@ def test_choice_is_that_of_a_sort(ctas: int, size: int, count: int, monkeypatch:
             cluster = Cluster(ctas, radix_select.THREADS)
             monkeypatch.setattr(radix_select, "th", cluster)
             out = np.full(count, 12345, np.int32)
-            buffers = [cluster.shared(words) for words in (own, *radix_select.SCRATCH.values())]
+            buffers = [cluster.shared(words) for words in (own, *radix_select.scratch(ctas).values())]
             given = cluster.device(row), cluster.device(table), cluster.device(out)
             threads: Any = radix_select.select_row
             threads.__wrapped__(
@@ -175,6 +180,15 @@ def test_choice_is_that_of_a_sort(ctas: int, size: int, count: int, monkeypatch:
             np.testing.assert_array_equal(out, expected, err_msg=f"{name}, pages of {page_size}")
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("size", "ctas"), [(131_072, None), (163_840, None), (360_448, None), (9004, 4), (40_000, 2)])
+def test_choice_of_a_cluster_is_that_of_a_sort(size: int, ctas: int | None) -> None:
+    """All rows at once, so that clusters run beside one another."""
+    rows = np.stack([*rows_to_choose_from(size).values()]).astype(np.float32)
+    found = launch_select(jnp.asarray(rows), count=2048, ctas=ctas)
+    np.testing.assert_array_equal(np.asarray(found), [best(row, 2048) for row in rows])
+
+
 def of(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
 
@@ -184,7 +198,7 @@ def of(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
 @pytest.mark.parametrize(("heads", "index_heads"), [(128, 64), (64, 32)], ids=["V3.2", "GLM-5"])
 @pytest.mark.parametrize("length", [4096, 163_840])
 def test_steps_lower_in_the_shapes_of_models(heads: int, index_heads: int, tokens: int, length: int) -> None:
-    """One launch for scores, one for the choice, and one or two for attention: splits are combined by another one."""
+    """One launch for scores, one for the choice, and one or two for attention: many splits are combined by another one."""
     width, whole = length // 64, (2, tokens)
     query, keys = of(*whole, index_heads, 128, dtype=FLOAT8), of(3000, 1, 64, 128, dtype=FLOAT8)
     weights, table, lens = (
@@ -209,7 +223,7 @@ def test_steps_lower_in_the_shapes_of_models(heads: int, index_heads: int, token
         of(*whole, heads, 576),
         of(3000, 1, 64, 576),
     )
-    assert custom_calls(sparse, *arrays) == ["mosaic_gpu_v2"] * 4
+    assert custom_calls(sparse, *arrays) == ["mosaic_gpu_v2"] * (4 if tokens == 1 else 3)
 
 
 def test_what_kernels_refuse() -> None:

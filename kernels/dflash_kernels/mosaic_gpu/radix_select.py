@@ -27,13 +27,14 @@ _AT_ONCE = 4  # loads of a thread that are on their way at a time
 _LINE = 7  # the place of a number of eight bits in lanes' counts: four bytes of each of 32 lanes
 _SIGN, _LOWEST = -(1 << 31), -(1 << 23)  # bits of -0 and of -inf, as int32
 MOST_PLACES = 1 << 16  # counts have half a word each
-MOST_CTAS = 8  # of a cluster that every GPU can launch
 _PACKED = BINS // 2  # words of a CTA's counts
-# int32 words: counts of lanes, a CTA's, those of all CTAs in turns, their sums, sums of earlier CTAs', of warps.
-SCRATCH = {
-    "bins": BINS * WARP, "totals": BINS, "given": 2 * MOST_CTAS * _PACKED, "sums": BINS, "earlier": BINS, "of_warps": _WARPS,
-}  # fmt: skip
 TURNS = 2  # barriers of a CTA
+
+
+def scratch(ctas: int) -> dict[str, int]:
+    """Int32 words of shared memory: counts of lanes, the CTA's, those of all CTAs in turns, their sums, earlier CTAs' sums, of warps."""
+    given = TURNS * ctas * _PACKED if ctas > 1 else 4
+    return {"bins": BINS * WARP, "totals": BINS, "given": given, "sums": BINS, "earlier": BINS, "of_warps": _WARPS}
 
 
 @thread_op(args=(*[GLOBAL] * 3, SCALAR, *[GLOBAL] * 7, SCALAR))
@@ -48,7 +49,7 @@ def select_row(
       table: `[B, W]` int32 in global memory, of whose row `sequence` slots are made where `page_size` is not 0.
       out: `[count]` int32 in global memory, fewer than `MOST_PLACES`.
       held: int32 in shared memory, a multiple of `STEP` numbers, fewer than `MOST_PLACES`, and `1 / ctas` of the row or more.
-      bins and so on: int32 in shared memory, sizes as in `SCRATCH`.
+      bins and so on: int32 in shared memory, sizes as in `scratch`.
       barriers: address of the first of `TURNS` barriers in shared memory, at which a warpgroup's threads arrive.
     """
     (size,), _ = th.shape_and_strides(scores)
@@ -213,7 +214,7 @@ class _Row:
             return
         # Two turns: a CTA that is ahead writes where nobody reads any more.
         turn = digit % TURNS
-        barrier, area = th.add(self.barriers, 8 * turn), turn * MOST_CTAS * _PACKED
+        barrier, area = th.add(self.barriers, 8 * turn), turn * self.ctas * _PACKED
         with th.branch(th.under(self.warp, self.ctas)):
             own = self._of_lane(self.totals)
             packed = [th.add(own[i], th.mul(own[i + 1], MOST_PLACES)) for i in (0, 2, 4, 6)]

@@ -10,6 +10,8 @@ from jaxtyping import Array, Float, Int
 from dflash_kernels.attention.index.launch import KEYS, MOST_COLUMNS, WIDTH, Tuning, plan
 from dflash_kernels.core.device import SHARED_MEMORY, require_hopper
 
+MOST_CTAS = 8  # of a cluster that every GPU can launch
+
 
 def index_scores_mosaic_gpu(*args: Any, **options: Any) -> Array:
     """See `index_scores`. Raises NotImplementedError for what the kernel does not take."""
@@ -70,13 +72,13 @@ def launch_select(
 ) -> Int[Array, "*rows count"]:
     """The implementation without the device check; `ctas` of a row, a power of two."""
     from dflash_kernels.attention.index import mosaic_gpu_sm90_select as kernel
-    from dflash_kernels.mosaic_gpu.radix_select import MOST_CTAS, MOST_PLACES, STEP
+    from dflash_kernels.mosaic_gpu.radix_select import MOST_PLACES, STEP
 
     *rows, size = scores.shape
     if ctas is None:
         ctas = next((some for some in (1, 2, 4) if size <= some * STEP), MOST_CTAS)
     held = -(-size // (ctas * STEP)) * STEP
-    if scores.dtype != jnp.float32 or size % 4 or kernel.words(held) * 4 > SHARED_MEMORY:
+    if scores.dtype != jnp.float32 or size % 4 or kernel.words(held, ctas) * 4 > SHARED_MEMORY:
         raise NotImplementedError(
             f"takes float32 rows of a multiple of 4 that shared memories hold, not {scores.dtype} of {size}"
         )

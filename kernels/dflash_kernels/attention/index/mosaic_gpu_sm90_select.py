@@ -7,14 +7,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from dflash_kernels.mosaic_gpu.radix_select import SCRATCH, STEP, TURNS, WARPGROUPS, select_row
+from dflash_kernels.mosaic_gpu.radix_select import STEP, TURNS, WARPGROUPS, scratch, select_row
 from dflash_kernels.mosaic_gpu.thread_op import kernel
 from dflash_kernels.mosaic_gpu.tma import address_of
 
 
-def words(held: int) -> int:
-    """Of shared memory of a CTA that holds so many numbers."""
-    return held + sum(SCRATCH.values())
+def words(held: int, ctas: int) -> int:
+    """Of shared memory of one of so many CTAs that holds so many numbers."""
+    return held + sum(scratch(ctas).values())
 
 
 def choose(scores: jax.Array, table: jax.Array, *, count: int, tokens: int, page_size: int, ctas: int) -> jax.Array:
@@ -32,9 +32,9 @@ def choose(scores: jax.Array, table: jax.Array, *, count: int, tokens: int, page
 
     def body(scores_ref, table_ref, out_ref, held, *buffers) -> None:
         row = lax.axis_index("row")
-        *scratch, barriers = buffers
+        *areas, barriers = buffers
         select_row(
-            scores_ref.at[row], table_ref, out_ref.at[row], lax.div(row, jnp.int32(tokens)), held, *scratch, address_of(barriers),
+            scores_ref.at[row], table_ref, out_ref.at[row], lax.div(row, jnp.int32(tokens)), held, *areas, address_of(barriers),
             count=count, ctas=ctas, page_size=page_size,
         )  # fmt: skip
 
@@ -43,7 +43,7 @@ def choose(scores: jax.Array, table: jax.Array, *, count: int, tokens: int, page
         body, out_type=jax.ShapeDtypeStruct((rows, count), jnp.int32), grid=(rows,), grid_names=("row",), **cluster,
         num_threads=WARPGROUPS, thread_name="wg",
         scratch_types=[
-            *(plgpu.SMEM((words,), jnp.int32) for words in (own, *SCRATCH.values())), plgpu.Barrier(num_barriers=TURNS)
+            *(plgpu.SMEM((words,), jnp.int32) for words in (own, *scratch(ctas).values())), plgpu.Barrier(num_barriers=TURNS)
         ],
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True),
     )  # fmt: skip

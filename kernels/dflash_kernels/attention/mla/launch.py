@@ -17,7 +17,7 @@ HALF = RANK // 2  # value columns of a warpgroup
 MOST_SPLITS = 66
 # Microseconds: of a CTA's beginning and end, of a tile of keys, of combining at all, and of one CTA's split in it.
 STARTING, TILE, MERGING, PART = 2.0, 1.5, 3.0, 0.05
-CLUSTERS, SENDING = (2, 4, 8), 2.0  # CTAs of a cluster; microseconds of putting their splits together
+CLUSTERS, SENDING = (2, 4, 8, 16), 2.0  # CTAs of a cluster; microseconds of putting their splits together
 
 
 @dataclasses.dataclass(frozen=True)
