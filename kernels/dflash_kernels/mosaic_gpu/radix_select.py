@@ -32,7 +32,7 @@ TURNS = 2  # barriers of a CTA
 
 
 def scratch(ctas: int) -> dict[str, int]:
-    """Int32 words of shared memory: counts of lanes, the CTA's, those of all CTAs in turns, their sums, earlier CTAs' sums, of warps."""
+    """Int32 words of a CTA's shared memory: counts of lanes, its own, those of all CTAs in turns, sums, earlier CTAs' sums, warps'."""
     given = TURNS * ctas * _PACKED if ctas > 1 else 4
     return {"bins": BINS * WARP, "totals": BINS, "given": given, "sums": BINS, "earlier": BINS, "of_warps": _WARPS}
 
