@@ -27,8 +27,8 @@ class Cluster:
         self.memory = np.full((ctas, 1 << 16), 0x7FC00000, np.uint32)
         self.used = 0
         self.active = np.ones(self.thread.shape, bool)
-        # Of barriers, by address: bytes that are missing, and how often each has completed.
-        self.pending, self.phases = np.zeros((ctas, 64), np.int64), np.zeros((ctas, 64), np.int64)
+        # Of barriers, by address: bytes that are missing, and threads that have arrived.
+        self.pending, self.arrived = np.zeros((ctas, 64), np.int64), np.zeros((ctas, 64), np.int64)
 
     def shared(self, words: int) -> Any:
         ref = SimpleNamespace(start=self.used, shape=(words,))
@@ -149,15 +149,20 @@ class Cluster:
             self.memory[cta[self.active], place[self.active]] = value[self.active]
         np.add.at(self.pending, (cta[self.active], barrier[self.active]), -16)
 
-    def expect_bytes(self, barrier: np.ndarray, count: int) -> None:
-        np.add.at(self.pending, (self.cta[self.active], barrier[self.active]), count)
+    def expect_bytes(self, barrier: np.ndarray, count: int, *, others: int = 0) -> None:
+        at = self.cta[self.active], barrier[self.active]
+        np.add.at(self.pending, at, count)
+        np.add.at(self.arrived, at, 1 + others)
 
     def await_phase(self, barrier: np.ndarray, phase: np.ndarray) -> None:
-        """All that was expected must have come."""
-        assert (self.pending == 0).all()
-        assert (self.phases[self.cta[self.active], barrier[self.active]] == phase[self.active]).all()
-        for cta, place in {*zip(self.cta[self.active].tolist(), barrier[self.active].tolist(), strict=True)}:
-            self.phases[cta, place] += 1
+        """A warpgroup's threads must have arrived, and what was expected have come, for the first time."""
+        at = self.cta[self.active], barrier[self.active]
+        assert (self.pending[at] == 0).all()
+        assert (self.arrived[at] == 128).all()
+        assert (phase == 0).all()
+
+    def inline(self, ptx: str, address: np.ndarray) -> None:
+        self.when(np.ones(self.thread.shape, bool), ptx, address)
 
     def over_lanes(self, value: np.ndarray, kind: str) -> np.ndarray:
         of = {"add": np.add, "max": np.maximum, "min": np.minimum}[kind]

@@ -333,8 +333,10 @@ def push_quad(base, word, cta, values, barrier) -> None:
     inline(ptx, add(base, mul(word, 4)), cta, barrier, *values)
 
 
-def expect_bytes(barrier, count: int) -> None:
-    """Arrives at a barrier that completes when all have arrived, and so many bytes of each."""
+def expect_bytes(barrier, count: int, *, others: int = 0) -> None:
+    """Arrives at a barrier, for so many others as well, that completes when all have arrived and the bytes that each expects."""
+    if others:
+        inline(f"mbarrier.arrive.shared::cta.b64 _, [$0], {others};", barrier)
     inline(f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], {count};", barrier)
 
 

@@ -1,6 +1,7 @@
 """An indexer's scores and choice on Hopper: what the kernels take, and their launches."""
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -10,7 +11,8 @@ from jaxtyping import Array, Float, Int
 from dflash_kernels.attention.index.launch import KEYS, MOST_COLUMNS, WIDTH, Tuning, plan
 from dflash_kernels.core.device import SHARED_MEMORY, require_hopper
 
-MOST_CTAS = 8  # of a cluster that every GPU can launch
+MOST_CTAS, CLUSTERS = 8, 14  # of a cluster that every GPU can launch, and how many clusters of so many run at once
+LARGEST = 11 * 4096  # numbers of a row that a CTA holds
 
 
 def index_scores_mosaic_gpu(*args: Any, **options: Any) -> Array:
@@ -77,6 +79,9 @@ def launch_select(
     *rows, size = scores.shape
     if ctas is None:
         ctas = next((some for some in (1, 2, 4) if size <= some * STEP), MOST_CTAS)
+        # Half as many where all rows' would not run at once, and shared memories hold a row nevertheless.
+        if math.prod(rows) > CLUSTERS and ctas == MOST_CTAS and size <= MOST_CTAS // 2 * LARGEST:
+            ctas = MOST_CTAS // 2
     held = -(-size // (ctas * STEP)) * STEP
     if scores.dtype != jnp.float32 or size % 4 or kernel.words(held, ctas) * 4 > SHARED_MEMORY:
         raise NotImplementedError(

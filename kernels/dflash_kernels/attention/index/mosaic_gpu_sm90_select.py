@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from dflash_kernels.mosaic_gpu.radix_select import STEP, TURNS, WARPGROUPS, scratch, select_row
+from dflash_kernels.mosaic_gpu.radix_select import DIGITS, STEP, WARPGROUPS, scratch, select_row
 from dflash_kernels.mosaic_gpu.thread_op import kernel
 from dflash_kernels.mosaic_gpu.tma import address_of
 
@@ -43,7 +43,7 @@ def choose(scores: jax.Array, table: jax.Array, *, count: int, tokens: int, page
         body, out_type=jax.ShapeDtypeStruct((rows, count), jnp.int32), grid=(rows,), grid_names=("row",), **cluster,
         num_threads=WARPGROUPS, thread_name="wg",
         scratch_types=[
-            *(plgpu.SMEM((words,), jnp.int32) for words in (own, *scratch(ctas).values())), plgpu.Barrier(num_barriers=TURNS)
+            *(plgpu.SMEM((words,), jnp.int32) for words in (own, *scratch(ctas).values())), plgpu.Barrier(num_barriers=DIGITS)
         ],
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True),
     )  # fmt: skip

@@ -17,7 +17,6 @@ HALF = RANK // 2  # value columns of a warpgroup
 MOST_SPLITS = 66
 # Microseconds: of a CTA's beginning and end, of a tile of keys, of combining at all, and of one CTA's split in it.
 STARTING, TILE, MERGING, PART = 2.0, 1.5, 3.0, 0.05
-CLUSTERS, SENDING = (2, 4, 8, 16), 2.0  # CTAs of a cluster; microseconds of putting their splits together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +49,6 @@ class Launch:
       ordered: sequences begin from the longest to the shortest, where not all CTAs run at once.
       limited: sequences have a fewest and a most of rows that their queries see.
       selected: each sequence is one query token, and its table names rows of the pool, one by one.
-      clustered: splits are the CTAs of a cluster, which put them together.
     """
 
     tokens: int
@@ -67,7 +65,6 @@ class Launch:
     scale: float
     limited: bool = False
     selected: bool = False
-    clustered: bool = False
 
     @property
     def copies(self) -> int:
@@ -87,26 +84,24 @@ class Launch:
     @property
     def direct(self) -> bool:
         """Whether CTAs write the output itself rather than partial results."""
-        return self.splits == 1 or self.clustered
+        return self.splits == 1
 
 
 def plan(
     tuning: Tuning, *, b: int, tokens: int, heads: int, page_size: int, table_width: int, quantised: bool, causal: bool,
-    scale: float, limited: bool = False, selected: bool = False, clusters: bool = False,
+    scale: float, limited: bool = False, selected: bool = False,
 ) -> Launch:  # fmt: skip
-    """Cuts a call into CTAs; `clusters`: whether splits may be those of a cluster."""
+    """Cuts a call into CTAs."""
     rows = -(-tokens * heads // 8) * 8
     row_tiles = -(-rows // ROWS)
     splits = tuning.splits
     if splits is None:
-        splits = best_splits(b * row_tiles, table_width * page_size, clusters=clusters)
-    # Each CTA of a cluster has a tile: who has none would have nothing to send.
-    clustered = clusters and splits in CLUSTERS and 2 * (splits - 1) * KEYS < table_width * page_size
+        splits = best_splits(b * row_tiles, table_width * page_size)
     return Launch(
         tokens=tokens, heads=heads, page_size=page_size, table_width=table_width, rows=rows, row_tiles=row_tiles,
         splits=splits, min_tiles=tuning.min_tiles, quantised=quantised,
         ordered=b > 1 and b * splits * row_tiles > MULTIPROCESSORS and not selected, causal=causal, scale=scale,
-        limited=limited, selected=selected, clustered=clustered,
+        limited=limited, selected=selected,
     )  # fmt: skip
 
 
@@ -122,9 +117,9 @@ def longest_first(seq_lens: Int[Array, "B"]) -> Int[Array, "B"]:
     return jnp.sum(jnp.where(place[None, :] == index[:, None], index[None, :], 0), axis=1, dtype=jnp.int32)
 
 
-def best_splits(ctas: int, longest: int, *, clusters: bool = False) -> int:
+def best_splits(ctas: int, longest: int) -> int:
     """Parts of a sequence that take least time, for `ctas` CTAs of whole sequences of `longest` rows, one at a time on each
-    multiprocessor; `clusters`: parts of a cluster are put together where they are.
+    multiprocessor.
 
     The times are measured on an H200. The results of a split are written and read again, 64 rows of it in about a thirtieth
     of the time that a tile of keys takes.
@@ -135,10 +130,6 @@ def best_splits(ctas: int, longest: int, *, clusters: bool = False) -> int:
         waves = -(-ctas * splits // MULTIPROCESSORS)
         pairs = -(-tiles // (2 * splits))
         attending = waves * (STARTING + 2 * TILE * pairs)
-        if splits == 1:
-            return attending
-        if clusters and splits in CLUSTERS:
-            return attending + SENDING
-        return attending + MERGING + PART * ctas * splits
+        return attending if splits == 1 else attending + MERGING + PART * ctas * splits
 
     return min(range(1, min(MOST_SPLITS, tiles) + 1), key=microseconds)

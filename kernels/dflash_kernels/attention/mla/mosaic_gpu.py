@@ -111,7 +111,7 @@ def _attend_selected(
     tiles = -(-slots.shape[2] // KEYS)
     launch = plan(
         tuning, b=b * t, tokens=1, heads=heads, page_size=KEYS, table_width=tiles, quantised=False, causal=False,
-        scale=scale, selected=True, clusters=interpret is None,
+        scale=scale, selected=True,
     )  # fmt: skip
     folded, table = q.reshape(b * t, heads, width), slots.reshape(b * t, -1).astype(jnp.int32)
     if table.shape[1] % KEYS:

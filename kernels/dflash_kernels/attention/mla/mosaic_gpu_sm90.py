@@ -12,8 +12,7 @@ and the 64 rotated ones, with a barrier each: a half is refilled by the one warp
 other, and the first product starts when the first part has come.
 
 Rows that are named one by one (`launch.selected`) come by `cp.async`, sixteen bytes of each thread at a time, into the same tiles;
-they complete the barriers that TMA completes. Rows that nobody names are zeros there, and masked. Two, four or eight splits are
-those of a cluster: each of its CTAs adds up some of the columns of all, in shared memory (`launch.clustered`).
+they complete the barriers that TMA completes. Rows that nobody names are zeros there, and masked.
 
 8-bit rows arrive in the first half of the memory that they are widened into: those of a pair's second tile widen under the scores
 of its first, those of the next pair's first under the last product of this one. (Clusters of two CTAs that copy tiles for both,
@@ -34,21 +33,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dflash_kernels.attention.mla.launch import HALF, KEYS, PARTS, RANK, ROTATED, ROWS, STORED, Launch
-from dflash_kernels.mosaic_gpu import combine, softmax
+from dflash_kernels.mosaic_gpu import softmax
 from dflash_kernels.mosaic_gpu.convert import widen_rows
 from dflash_kernels.mosaic_gpu.layouts import rows_of, swizzled
 from dflash_kernels.mosaic_gpu.mask import places, row_tokens, spread
 from dflash_kernels.mosaic_gpu.softmax import LOG2E, finite
 from dflash_kernels.mosaic_gpu.thread_op import COLUMN, MATRIX, ROW, kernel
-from dflash_kernels.mosaic_gpu.tma import (
-    address_of,
-    addresses,
-    arrival,
-    gather_rows,
-    gathered,
-    prefetch_rows,
-    touch_row,
-)
+from dflash_kernels.mosaic_gpu.tma import address_of, gather_rows, gathered, prefetch_rows, touch_row
 from dflash_kernels.mosaic_gpu.wgmma import add_products, left_factor
 
 _SLACK = 8.0  # powers of two that scores may exceed the offset of their weights by
@@ -81,7 +72,7 @@ def attention(
         out = jax.ShapeDtypeStruct((b, launch.rows, RANK), q.dtype)
     else:
         out = jax.ShapeDtypeStruct((b, launch.splits, launch.rows, RANK), PARTS)
-    stats = (b, *((1, 1) if launch.direct else (launch.splits, 3)), max(launch.rows, ROWS))
+    stats = (b, launch.splits, 1 if launch.direct else 3, max(launch.rows, ROWS))
 
     def body(q_ref, pages_ref, table_ref, seq_ref, live_ref, order_ref, o_ref, lse_ref, **buffers):
         unpack_unions(buffers)
@@ -89,16 +80,11 @@ def attention(
             Tiles(launch, q_ref, pages_ref, table_ref, seq_ref, live_ref, order_ref, buffers), o_ref, lse_ref
         ).run()
 
-    cut: dict[str, Any] = {"grid": (b, launch.splits, launch.row_tiles), "grid_names": ("b", "split", "rows")}
-    if launch.clustered:
-        cut = {
-            "grid": (b, launch.row_tiles), "grid_names": ("b", "rows"), "cluster": (launch.splits,), "cluster_names": ("split",),
-        }  # fmt: skip
     return kernel(
         body,
         out_type=(out, jax.ShapeDtypeStruct(stats, jnp.float32)),
         scratch_types=scratch(launch, q.dtype, interpret),
-        **cut,
+        grid=(b, launch.splits, launch.row_tiles), grid_names=("b", "split", "rows"),
         num_threads=2, thread_name="wg",
         # Row reductions of a matrix tile stay within a warp: no scratch. A barrier at every access of shared memory, as is put in
         # by default, is several times what the hand-over between the warpgroups needs; `together` stands where one is due.
@@ -132,16 +118,6 @@ def scratch(launch: Launch, dtype: Any, interpret: Any) -> dict[str, Any]:
         # The interpreter knows neither unions nor weights from registers.
         parts = {"latents": latents, "rotated": rotated, "out": out, "staged": plgpu.SMEM((ROWS, KEYS), dtype)}
         return buffers | parts | ({"raw": raw[0], "raw_rotated": raw[1]} if raw else {})
-    if launch.clustered:
-        # A CTA's share of the columns comes from all CTAs when nobody reads latents and queries any more.
-        buffers["q_rotated_or"] = plgpu.RefUnion(
-            buffers.pop("q_rotated"), plgpu.SMEM((launch.splits * 2 * ROWS,), jnp.float32)
-        )
-        buffers["latents_or"] = plgpu.RefUnion(latents, plgpu.SMEM((2, ROWS * HALF), jnp.float32))
-        ready = plgpu.Barrier(num_arrivals=launch.splits)
-        return buffers | {
-            "rotated": rotated, "ready_in": ready, "stats_in": plgpu.Barrier(), "shares_in": plgpu.Barrier(num_barriers=2)
-        }  # fmt: skip
     if not raw:
         return buffers | {"rotated": rotated, "latents_or": plgpu.RefUnion(latents, out)}
     return buffers | {"rotated_or": plgpu.RefUnion(rotated, raw[1]), "latents_or": plgpu.RefUnion(latents, out, raw[0])}
@@ -149,9 +125,6 @@ def scratch(launch: Launch, dtype: Any, interpret: Any) -> dict[str, Any]:
 
 def unpack_unions(buffers: dict[str, Any]) -> None:
     """Gives what shares memory its own names."""
-    if "q_rotated_or" in buffers:
-        buffers["q_rotated"], buffers["shared_stats"] = buffers.pop("q_rotated_or")
-        buffers["latents"], buffers["shares"] = buffers.pop("latents_or")
     if "latents_or" in buffers:
         buffers["latents"], buffers["out"], *raw = buffers.pop("latents_or")
         if raw:
@@ -394,11 +367,9 @@ class Consumer:
                 )
                 self._finish(wg, acc, row_max, total)
 
-            if not self.tiles.launch.clustered:
-
-                @pl.when((self.tiles.wg == wg) & (self.tiles.begin >= self.tiles.end))
-                def _(wg=wg):
-                    self._nothing(wg)
+            @pl.when((self.tiles.wg == wg) & (self.tiles.begin >= self.tiles.end))
+            def _(wg=wg):
+                self._nothing(wg)
 
     def _coming(self, pair):
         """Page ids of the two tiles after a pair, read an iteration before they are needed."""
@@ -576,9 +547,6 @@ class Consumer:
         largest = None if self.tiles.launch.direct else jnp.abs(acc).max(axis=1)
         plgpu.barrier_wait(memory["total_in"].at[1 - wg])
         total += self._stat(_TOTAL + 1 - wg)
-        if self.tiles.launch.clustered:
-            self._put_together(wg, acc, row_max, total)
-            return
         live = (self._row_tokens() < self.tiles.q_len) & (total != 0)
         inverse = jnp.where(live, 1.0 / softmax.counted(total, live), 0.0)
         if wg == 0:
@@ -591,41 +559,6 @@ class Consumer:
         # Combining skips what has no weight, NaN too: choosing here as well would cost time.
         self._write(wg, (softmax.scaled if self.tiles.launch.direct else softmax.rescaled)(acc, inverse))
 
-    def _put_together(self, wg, acc, row_max, total):
-        """Gives each CTA of the cluster some of this warpgroup's columns, and adds up what comes, each split under its factor."""
-        memory, launch = self.tiles.memory, self.tiles.launch
-        barriers = addresses(memory)
-        if wg == 0:
-            combine.tell_ready(barriers["ready_in"], ctas=launch.splits)
-        plgpu.barrier_wait(memory["ready_in"])
-        if wg == 0:
-            combine.give_stats(row_max, total, memory["shared_stats"], barriers["stats_in"], ctas=launch.splits)
-        shares = memory["shares"].at[wg]
-        combine.give_shares(acc, shares, arrival(barriers["shares_in"], wg), ctas=launch.splits)
-        plgpu.barrier_wait(memory["stats_in"])
-        tops, totals = (
-            [
-                rows_of(memory["shared_stats"].at[pl.ds((2 * split + which) * ROWS, ROWS)], ROW)
-                for split in range(launch.splits)
-            ]
-            for which in range(2)
-        )
-        top = functools.reduce(jnp.maximum, tops)
-        factors = [jnp.exp2(of_split - finite(top)) for of_split in tops]
-        total = functools.reduce(jnp.add, [a * b for a, b in zip(totals, factors, strict=True)])
-        live = (self._row_tokens() < self.tiles.q_len) & (total != 0)
-        divisor = softmax.counted(total, live)
-        if wg == 0:
-
-            @pl.when(self.tiles.split == 0)
-            def _():
-                self._write_stat(0, softmax.natural_lse(top, divisor, live))
-
-        factors = [factor / divisor for factor in factors]
-        plgpu.barrier_wait(memory["shares_in"].at[wg])
-        target = self.o_ref.at[self.tiles.b, pl.ds(self.tiles.first_row, launch.tile_rows), pl.ds(wg * HALF, HALF)]
-        combine.add_shares(shares, target, factors)
-
     def _nothing(self, wg):
         """A split without keys."""
         if wg == 0:
@@ -634,8 +567,7 @@ class Consumer:
             self._write(wg, plgpu.layout_cast(jnp.zeros((ROWS, HALF), jnp.float32), MATRIX))
 
     def _write_stat(self, which, of_rows):
-        split = 0 if self.tiles.launch.direct else self.tiles.split
-        self.lse_ref.at[self.tiles.b, split, which, pl.ds(self.tiles.first_row, ROWS)][...] = of_rows
+        self.lse_ref.at[self.tiles.b, self.tiles.split, which, pl.ds(self.tiles.first_row, ROWS)][...] = of_rows
 
     def _write(self, wg, out):
         """Through shared memory that nobody reads any more once totals are exchanged: the queries', or the latents'."""
