@@ -374,6 +374,11 @@ def shift_left(a, bits: int):
     return arith.shli(a, utils.c(bits, a.type))
 
 
+def shift_right(a, bits):
+    """Without a sign, by fewer than 32 bits."""
+    return arith.shrui(a, bits)
+
+
 def widen_index(a):
     return arith.extui(i64(), a)
 
