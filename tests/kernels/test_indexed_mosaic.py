@@ -43,9 +43,10 @@ CASES = {
 }
 
 
-@pytest.mark.few("*q5")
+@pytest.mark.few("*q5*")
+@pytest.mark.parametrize("ahead", [False, True], ids=["", "ahead"])
 @pytest.mark.parametrize("name", CASES)
-def test_scores_agree_with_float64(name: str, interpret: Any) -> None:
+def test_scores_agree_with_float64(name: str, ahead: bool, interpret: Any) -> None:
     t, heads, page_size, lens, q_lens, columns = CASES[name]
     case = make_case(lens, q_lens, t=t, kv_heads=1, head_dim=128, page_size=page_size, dtype=FLOAT8, garbage=np.nan)
     rng = np.random.default_rng(len(name))
@@ -68,7 +69,7 @@ def test_scores_agree_with_float64(name: str, interpret: Any) -> None:
             sizes[row, token, :seen] = np.abs(factors) @ products * own
     scale[~held] = np.nan
     arrays = [jnp.asarray(x) for x in (q, weights, case.k_pages, case.page_table, case.seq_lens, case.q_lens)]
-    tuning = Tuning(columns=columns, warpgroups=2, stages=2, ctas=1)
+    tuning = Tuning(columns=columns, warpgroups=2, stages=2, ctas=1, ahead=ahead)
     found = np.asarray(launch_scores(*arrays, index_scale=jnp.asarray(scale), tuning=tuning, interpret=interpret))
     np.testing.assert_array_equal(np.isneginf(found), np.isneginf(expected))
     # Matrix instructions on float8 keep fourteen bits of sums.

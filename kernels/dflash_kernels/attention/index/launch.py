@@ -23,6 +23,7 @@ class Tuning:
     warpgroups: int
     stages: int
     ctas: int
+    ahead: bool = False
 
 
 # A thread has half as many sums as there are columns, and the factors of a quarter of them: registers decide on warpgroups. Two of
@@ -51,6 +52,7 @@ class Launch:
     ctas: int
     warpgroups: int
     stages: int
+    ahead: bool
 
     @property
     def groups(self) -> int:
@@ -74,5 +76,5 @@ def plan(tuning: Tuning | None, *, b: int, tokens: int, heads: int, page_size: i
     tiles = table_width * page_size // KEYS
     return Launch(
         tokens=tokens, heads=heads, page_size=page_size, table_width=table_width, group=group,
-        ctas=min(ctas, -(-tiles // tuning.warpgroups)), warpgroups=tuning.warpgroups, stages=tuning.stages,
+        ctas=min(ctas, -(-tiles // tuning.warpgroups)), warpgroups=tuning.warpgroups, stages=tuning.stages, ahead=tuning.ahead,
     )  # fmt: skip
