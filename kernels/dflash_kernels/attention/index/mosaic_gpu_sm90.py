@@ -101,9 +101,9 @@ class _Warpgroup:
 
         def ahead():
             first = self._products(jnp.int32(0), lambda: None)
-            carry = (first, self._page(launch.stages))
+            carry: Any = (first, self._page(launch.stages))
 
-            def two(index, carry):
+            def two(index, carry: Any):
                 carry = self._next(1 + 2 * index, *carry, weights)
                 return self._next(2 + 2 * index, *carry, weights)
 
