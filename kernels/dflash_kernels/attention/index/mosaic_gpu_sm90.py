@@ -100,23 +100,20 @@ class _Warpgroup:
         steps, all_steps = self._steps(self.tiles), self._steps(jnp.int32(launch.tiles))
 
         def ahead():
-            first = self._products(jnp.int32(0), lambda: None)
-            carry: Any = (first, self._page(launch.stages))
+            carry = self._products(jnp.int32(0), lambda: None), self._page(launch.stages)
 
-            def two(index, carry: Any):
-                carry = self._next(1 + 2 * index, *carry, weights)
-                return self._next(2 + 2 * index, *carry, weights)
+            def two(index, carry):
+                # Two tiles in a round: products stay in the registers that they came to.
+                return self._next(2 + 2 * index, self._next(1 + 2 * index, carry, weights), weights)
 
             twice = div(steps - 1, 2)
             carry = lax.fori_loop(0, twice, two, carry)
-            carry = lax.fori_loop(
-                2 * twice + 1, steps, lambda step, carry: self._next(step, *carry, weights), carry
-            )
-            self._score(steps - 1, *carry, weights)
+            carry = lax.fori_loop(2 * twice + 1, steps, lambda step, carry: self._next(step, carry, weights), carry)
+            self._score(steps - 1, carry, weights)
 
         def plain(step, page):
             later = self._page(step + launch.stages + 1)
-            self._score(step, self._products(step, lambda: None), page, weights)
+            self._score(step, (self._products(step, lambda: None), page), weights)
             return later
 
         if launch.ahead:
@@ -172,14 +169,15 @@ class _Warpgroup:
 
         return pl.run_scoped(multiply, plgpu.ACC((KEYS, self.launch.columns), jnp.float32))
 
-    def _next(self, step, products, page, weights):
+    def _next(self, step, carry, weights):
         """The products of a step, while the scores of the one before it are added up."""
         later = self._page(step + self.launch.stages)
-        return self._products(step, lambda: self._score(step - 1, products, page, weights)), later
+        return self._products(step, lambda: self._score(step - 1, carry, weights)), later
 
-    def _score(self, step, products, page, weights) -> None:
-        """Writes a tile's scores, and begins to refill its memory: `page` is that of the tile that comes there."""
+    def _score(self, step, carry, weights) -> None:
+        """Writes a tile's scores, and begins to refill its memory; `carry`: its products, and the page of what comes there."""
         launch, tile, slot = self.launch, self._tile(step), self._slot(step)
+        products, page = carry
         factor = rows_of(self.scales_sm.at[slot], ROW)
         plgpu.commit_smem()  # all threads have read
         self._fill(step + launch.stages, page)
