@@ -17,6 +17,7 @@ class Tuning:
       columns: heads of all query tokens that one matrix instruction multiplies keys with, at most.
       warpgroups: of a CTA; stages: tiles of keys on their way to each.
       ctas: of a multiprocessor.
+      ahead: whether a warpgroup multiplies one tile while it adds up another, in twice the registers.
     """
 
     columns: int
@@ -26,11 +27,9 @@ class Tuning:
     ahead: bool = False
 
 
-# A thread has half as many sums as there are columns, and the factors of a quarter of them: registers decide on warpgroups. Two of
-# all columns take 39.2 us for sixteen tokens of 131,072 keys on an H200, four of half as many 36.4. Where a token is alone, 8.7
-# with four stages and 7.3 with two: more keys on their way at once, and each begins later.
-SEVERAL = Tuning(columns=MOST_COLUMNS // 2, warpgroups=4, stages=4, ctas=1)
-ALONE = dataclasses.replace(SEVERAL, stages=2)
+# A thread has half as many sums as there are columns, and the factors of a quarter of them: registers decide on warpgroups.
+ALONE = Tuning(columns=64, warpgroups=4, stages=2, ctas=1)
+SEVERAL = Tuning(columns=128, warpgroups=4, stages=4, ctas=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +40,7 @@ class Launch:
       tokens, heads, page_size, table_width: shapes of the call.
       group: query tokens of a CTA; groups: of a sequence.
       ctas: that share the keys of a sequence.
-      warpgroups, stages: of a CTA, and of each of them.
+      warpgroups, stages: of a CTA, and of each of them; ahead: see `Tuning`.
     """
 
     tokens: int
