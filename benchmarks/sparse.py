@@ -98,6 +98,7 @@ class Layer:
             return {
                 "keys": keys, "key_scale": key_scale, "latents": normal(key, 0, copies * pages, 1, PAGE, config.latent_width),
                 "q": normal(key, 3, b, t, config.num_heads, config.latent_width), "lens": jnp.full((b,), s, jnp.int32),
+                "live": jnp.full((b,), t, jnp.int32),
                 "weights": normal(key, 4, b, t, config.index_heads).astype(jnp.float32) * q_scale,
             }, index_q  # fmt: skip
 
@@ -115,7 +116,7 @@ class Layer:
 
     def scores(self, arrays: Arrays, q: jax.Array, table: jax.Array) -> jax.Array:
         return index_scores(
-            q, arrays["weights"], arrays["keys"], table, arrays["lens"], index_scale=arrays["key_scale"],
+            q, arrays["weights"], arrays["keys"], table, arrays["lens"], q_lens=arrays["live"], index_scale=arrays["key_scale"],
         )  # fmt: skip
 
     def choice(self, arrays: Arrays, scores: jax.Array, table: jax.Array) -> jax.Array:
@@ -131,7 +132,7 @@ class Layer:
         return self.attention(arrays, arrays["q"], slots)
 
     def dense(self, arrays: Arrays, q: jax.Array, table: jax.Array) -> jax.Array:
-        return mla_attention(q, arrays["latents"], table, arrays["lens"], **self.options)
+        return mla_attention(q, arrays["latents"], table, arrays["lens"], q_lens=arrays["live"], **self.options)
 
 
 def programs(

@@ -82,10 +82,11 @@ def test_scores_agree_with_float64(name: str, ahead: bool, interpret: Any) -> No
 ATTENDED = {
     "one": (1, 1, 8, 70, 1), "odd-splits": (2, 3, 3, 300, 2), "two-tiles-of-rows": (1, 2, 72, 128, 1),
     "empty-split": (1, 1, 8, 100, 2), "eight-splits": (1, 2, 40, 1000, 8),
+    "split-for-each-tile": (1, 2, 8, 200, 4),
 }  # fmt: skip
 
 
-@pytest.mark.few("*odd-splits", "*two-tiles*")
+@pytest.mark.few("*odd-splits", "*two-tiles*", "*each-tile*")
 @pytest.mark.parametrize("name", ATTENDED)
 def test_attention_to_named_rows_agrees_with_float64(name: str, interpret: Any) -> None:
     """Rows in any order, some named twice; negative ones and ones past the pool anywhere among them, and a token without any."""

@@ -17,6 +17,7 @@ HALF = RANK // 2  # value columns of a warpgroup
 MOST_SPLITS = 66
 # Microseconds: of a CTA's beginning and end, of a tile of keys, of combining at all, and of one CTA's split in it.
 STARTING, TILE, MERGING, PART = 2.0, 1.5, 3.0, 0.05
+SINGLE = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +50,7 @@ class Launch:
       ordered: sequences begin from the longest to the shortest, where not all CTAs run at once.
       limited: sequences have a fewest and a most of rows that their queries see.
       selected: each sequence is one query token, and its table names rows of the pool, one by one.
+      single: each split is one tile, not pairs of them.
     """
 
     tokens: int
@@ -65,6 +67,7 @@ class Launch:
     scale: float
     limited: bool = False
     selected: bool = False
+    single: bool = False
 
     @property
     def copies(self) -> int:
@@ -94,14 +97,16 @@ def plan(
     """Cuts a call into CTAs."""
     rows = -(-tokens * heads // 8) * 8
     row_tiles = -(-rows // ROWS)
-    splits = tuning.splits
+    splits, tiles = tuning.splits, -(-table_width * page_size // KEYS)
     if splits is None:
         splits = best_splits(b * row_tiles, table_width * page_size)
+        if selected and SINGLE and b * row_tiles * tiles <= MULTIPROCESSORS:
+            splits = tiles
     return Launch(
         tokens=tokens, heads=heads, page_size=page_size, table_width=table_width, rows=rows, row_tiles=row_tiles,
         splits=splits, min_tiles=tuning.min_tiles, quantised=quantised,
         ordered=b > 1 and b * splits * row_tiles > MULTIPROCESSORS and not selected, causal=causal, scale=scale,
-        limited=limited, selected=selected,
+        limited=limited, selected=selected, single=selected and splits == tiles > 1,
     )  # fmt: skip
 
 

@@ -68,7 +68,8 @@ def attention(
       latent_pages: `[P, 1, p, R + r]`. Rows at or past `seq_lens` may hold anything.
       table: `[B, W]` int32. Entries past a sequence's last page are never read. Where `launch.selected`, `[B, keys]`, rows of the
         pool; a negative one, or one past the pool, names none.
-      seq_lens, q_lens: `[B]` int32; where `launch.limited`, behind the lengths come the fewest and the most rows seen.
+      seq_lens, q_lens: `[B]` int32; where `launch.limited`, behind the lengths come the fewest and the most rows seen. Neither is
+        read where `launch.selected`.
       order: `[B]` int32, the sequences in the order in which they begin, read where `launch.ordered`.
 
     Returns:
@@ -162,7 +163,10 @@ class Tiles:
             touch_row(table_ref.at[self.b])
         if launch.selected:
             self.arrivals = {name: address_of(buffers[name]) for name in ("halves_in", "rotated_in")}
-        self.seq_len, self.q_len = seq_ref[self.b], live_ref[self.b]
+        if launch.selected:
+            self.seq_len, self.q_len = jnp.int32(launch.table_width * KEYS), jnp.int32(1)
+        else:
+            self.seq_len, self.q_len = seq_ref[self.b], live_ref[self.b]
         self.fewest, rows = None, self.seq_len
         if launch.limited:
             sequences = live_ref.shape[0]
@@ -198,6 +202,9 @@ class Tiles:
         if launch.selected:
             self.whole_pairs = jnp.int32(0)
         self.odd = own(lax.div(tiles + 1, jnp.int32(2))) - self.pairs
+        if launch.single:
+            self.begin, self.pairs = self.split, jnp.int32(0)
+            self.end, self.odd = self.begin + 1, jnp.int32(1)
 
     def start(self, wg):
         """The queries and the first two tiles: each warpgroup copies its half, the right one the rotated parts, too."""
