@@ -78,7 +78,7 @@ def test_scores_agree_with_float64(name: str, ahead: bool, interpret: Any) -> No
     assert not np.signbit(found[expected == 0]).any()
 
 
-# Sequences, query tokens, heads, rows that are named, splits.
+# Sequences, query tokens, heads, rows that are named, splits: on a GPU the CTAs of a cluster, where they are powers of two.
 ATTENDED = {
     "one": (1, 1, 8, 70, 1), "odd-splits": (2, 3, 3, 300, 2), "two-tiles-of-rows": (1, 2, 72, 128, 1),
     "empty-split": (1, 1, 8, 100, 2), "eight-splits": (1, 2, 40, 1000, 8),
@@ -200,7 +200,7 @@ def of(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
 @pytest.mark.parametrize(("heads", "index_heads"), [(128, 64), (64, 32)], ids=["V3.2", "GLM-5"])
 @pytest.mark.parametrize("length", [4096, 163_840])
 def test_steps_lower_in_the_shapes_of_models(heads: int, index_heads: int, tokens: int, length: int) -> None:
-    """One launch for scores, one for the choice, and one or two for attention: splits are combined by another one."""
+    """One launch for scores, one for the choice, and one or two for attention: splits of many queries are combined by another one."""
     width, whole = length // 64, (2, tokens)
     query, keys = of(*whole, index_heads, 128, dtype=FLOAT8), of(3000, 1, 64, 128, dtype=FLOAT8)
     weights, table, lens = (
@@ -225,7 +225,7 @@ def test_steps_lower_in_the_shapes_of_models(heads: int, index_heads: int, token
         of(*whole, heads, 576),
         of(3000, 1, 64, 576),
     )
-    assert custom_calls(sparse, *arrays) == ["mosaic_gpu_v2"] * 4
+    assert custom_calls(sparse, *arrays) == ["mosaic_gpu_v2"] * (3 if tokens == 1 else 4)
 
 
 def test_what_kernels_refuse() -> None:
