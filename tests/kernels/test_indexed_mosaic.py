@@ -200,7 +200,7 @@ def of(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
 @pytest.mark.parametrize(("heads", "index_heads"), [(128, 64), (64, 32)], ids=["V3.2", "GLM-5"])
 @pytest.mark.parametrize("length", [4096, 163_840])
 def test_steps_lower_in_the_shapes_of_models(heads: int, index_heads: int, tokens: int, length: int) -> None:
-    """One launch for scores, one for the choice, and one or two for attention: splits of many queries are combined by another one."""
+    """One launch each for scores, the choice and attention, and one more where splits of many queries are combined."""
     width, whole = length // 64, (2, tokens)
     query, keys = of(*whole, index_heads, 128, dtype=FLOAT8), of(3000, 1, 64, 128, dtype=FLOAT8)
     weights, table, lens = (
