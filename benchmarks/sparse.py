@@ -29,7 +29,7 @@ from dflash_kernels import index_encode, index_scores, index_select, mla_attenti
 from jax import lax
 from record import Record, arguments
 
-from dflash_jax.compile.jax_patches import kernels_side_by_side, name_values_once
+from dflash_jax.compile.jax_patches import name_values_once
 from dflash_jax.models import SparseDeepseekConfig
 from dflash_jax.models.presets import SPARSE_TARGETS
 
@@ -64,9 +64,7 @@ def compiled(
 
     traced = jax.jit(run).trace(arrays, first, turns)
     name_values_once()
-    with kernels_side_by_side():
-        lowered = traced.lower()
-    program = lowered.compile()
+    program = traced.lower().compile()
 
     def measure() -> float:
         times = []

@@ -342,69 +342,6 @@ def combine_latent(
     )(parts, stats)  # fmt: skip
 
 
-@thread_op(args=(*[GLOBAL] * 4, SCALAR))
-def combine_written(parts, stats, target, lse, first_row, *, rows: int) -> None:
-    """Combines the splits that a cluster's CTAs, of two warpgroups each, have written to global memory; each CTA some of the rows.
-
-    A thread has eight columns of a row, and asks for all that it needs at once.
-
-    Args:
-      parts: `[splits, R, H]` float16; stats: `[splits, 3, R or more]`, as for `combine_latent`. Every split is written.
-      target: `[R, H]` of two bytes a number; lse: `[R or more]`, natural.
-      first_row: of the CTAs' tile; rows: of it.
-    """
-    th.cluster_barrier()
-    (splits, _, columns), (split_stride, row_stride, _) = th.shape_and_strides(parts)
-    stats_stride, kind_stride, _ = th.shape_and_strides(stats)[1]
-    dtype, f32 = ir.MemRefType(target.type).element_type, ir.F32Type.get()
-    zero, one, lowest = (utils.c(value, f32) for value in (0.0, 1.0, -math.inf))
-    of_row, thread, rank = columns // 8, th.thread_of_cta(), th.cta_of_cluster()
-    at_once = 2 * LANES // of_row
-    column = th.mul(th.rem(thread, of_row), 8)
-    half = th.add(th.div(column, columns // 2), 1)
-    asked = []
-    for step in range(0, rows, at_once * splits):
-        place = th.add(th.mul(th.add(th.div(thread, of_row), step // splits), splits), rank)
-        row = th.add(first_row, arith.minsi(place, utils.c(rows - 1, th.i32())))
-        stat = th.add(th.address(stats), th.widen_index(th.mul(row, 4)))
-        factor = th.add(stat, th.widen_index(th.mul(half, 4 * kind_stride)))
-        value = th.add(th.address(parts), th.widen_index(th.mul(th.add(th.mul(row, row_stride), column), 2)))
-        found = [
-            [
-                *th.load(th.add(stat, 4 * stats_stride * split), op=_ORDERED, kind="f32"),
-                *th.load(th.add(factor, 4 * stats_stride * split), op=_ORDERED, kind="f32"),
-                th.load(th.add(value, 2 * split_stride * split), 4, op=_ORDERED),
-            ]
-            for split in range(splits)
-        ]
-        asked.append((place, row, found))
-    for place, row, found in asked:
-        top = functools.reduce(arith.maximumf, [logit for logit, _, _ in found])
-        offset = _finite(top, lowest, zero)
-        weights = [th.exp(arith.subf(logit, offset)) for logit, _, _ in found]
-        total = functools.reduce(arith.addf, weights)
-        share, sums = _inverse(total, zero, one), [zero] * 8
-        for weight, (_, factor, words) in zip(weights, found, strict=True):
-            own = arith.mulf(arith.mulf(weight, share), factor)
-            pairs = [utils.bitcast(word, ir.VectorType.get((2,), ir.F16Type.get())) for word in words]
-            pairs = [arith.extf(ir.VectorType.get((2,), f32), pair) for pair in pairs]
-            numbers = [vector.extract(pair, [], [i]) for pair in pairs for i in range(2)]
-            sums = [arith.addf(a, arith.mulf(own, b)) for a, b in zip(sums, numbers, strict=True)]
-        rounded = arith.truncf(ir.VectorType.get((8,), dtype), vector.from_elements(ir.VectorType.get((8,), f32), sums))
-        words = utils.bitcast(rounded, ir.VectorType.get((4,), th.i32()))
-        words = [vector.extract(words, [], [i]) for i in range(4)]
-        exists = th.below(place, rows)
-        stride = th.shape_and_strides(target)[1][0]
-        address = th.add(th.address(target), th.widen_index(th.mul(th.add(th.mul(row, stride), column), 2)))
-        th.when(exists, "st.global.v4.b32 [$0], {$1, $2, $3, $4};", address, *words)
-        log = utils.inline_ptx("lg2.approx.f32 $0, $1;", total, result_types=f32, has_side_effects=False)
-        log = arith.addf(offset, arith.mulf(log, utils.c(1 / LOG2E, f32)))
-        some = arith.cmpf(arith.CmpFPredicate.OGT, total, zero)
-        leads = th.every(exists, th.compare(column, "eq", 0))
-        address = th.add(th.address(lse), th.widen_index(th.mul(row, 4)))
-        th.when(leads, "st.global.f32 [$0], $1;", address, arith.select(some, log, lowest))
-
-
 def rows_at_once(b: int, splits: int, rows: int) -> int:
     """Rows of a CTA: few enough for registers, and CTAs few enough to run all at once."""
     at_once = 1

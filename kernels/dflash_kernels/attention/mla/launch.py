@@ -17,8 +17,6 @@ HALF = RANK // 2  # value columns of a warpgroup
 MOST_SPLITS = 66
 # Microseconds: of a CTA's beginning and end, of a tile of keys, of combining at all, and of one CTA's split in it.
 STARTING, TILE, MERGING, PART = 2.0, 1.5, 3.0, 0.05
-SINGLE = False
-CLUSTERS, FEW = (2, 4, 8, 16), 4  # CTAs of a cluster, and clusters
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,8 +49,6 @@ class Launch:
       ordered: sequences begin from the longest to the shortest, where not all CTAs run at once.
       limited: sequences have a fewest and a most of rows that their queries see.
       selected: each sequence is one query token, and its table names rows of the pool, one by one.
-      single: each split is one tile, not pairs of them.
-      clustered: splits are the CTAs of a cluster, which combine them when all are written.
     """
 
     tokens: int
@@ -69,8 +65,6 @@ class Launch:
     scale: float
     limited: bool = False
     selected: bool = False
-    single: bool = False
-    clustered: bool = False
 
     @property
     def copies(self) -> int:
@@ -95,23 +89,19 @@ class Launch:
 
 def plan(
     tuning: Tuning, *, b: int, tokens: int, heads: int, page_size: int, table_width: int, quantised: bool, causal: bool,
-    scale: float, limited: bool = False, selected: bool = False, clusters: bool = False,
+    scale: float, limited: bool = False, selected: bool = False,
 ) -> Launch:  # fmt: skip
-    """Cuts a call into CTAs; `clusters`: whether splits may be those of a cluster."""
+    """Cuts a call into CTAs."""
     rows = -(-tokens * heads // 8) * 8
     row_tiles = -(-rows // ROWS)
-    splits, tiles = tuning.splits, -(-table_width * page_size // KEYS)
+    splits = tuning.splits
     if splits is None:
         splits = best_splits(b * row_tiles, table_width * page_size)
-        if selected and SINGLE and b * row_tiles * tiles <= MULTIPROCESSORS:
-            splits = tiles
-    # Every CTA of a cluster has a tile. Of many clusters some would wait for others: of four CTAs each, 32 do not run at once.
-    clustered = clusters and splits in CLUSTERS and b * row_tiles <= FEW and 2 * (splits - 1) < tiles
     return Launch(
         tokens=tokens, heads=heads, page_size=page_size, table_width=table_width, rows=rows, row_tiles=row_tiles,
         splits=splits, min_tiles=tuning.min_tiles, quantised=quantised,
         ordered=b > 1 and b * splits * row_tiles > MULTIPROCESSORS and not selected, causal=causal, scale=scale,
-        limited=limited, selected=selected, single=selected and splits == tiles > 1, clustered=clustered,
+        limited=limited, selected=selected,
     )  # fmt: skip
 
 

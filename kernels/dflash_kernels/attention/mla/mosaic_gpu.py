@@ -111,7 +111,7 @@ def _attend_selected(
     tiles = -(-slots.shape[2] // KEYS)
     launch = plan(
         tuning, b=b * t, tokens=1, heads=heads, page_size=KEYS, table_width=tiles, quantised=False, causal=False,
-        scale=scale, selected=True, clusters=interpret is None,
+        scale=scale, selected=True,
     )  # fmt: skip
     folded, table = q.reshape(b * t, heads, width), slots.reshape(b * t, -1).astype(jnp.int32)
     if table.shape[1] % KEYS:
@@ -120,7 +120,7 @@ def _attend_selected(
         folded = jnp.pad(folded, ((0, 0), (0, launch.rows - heads), (0, 0)))
     # Lengths are all the same, and known: an array of them would be made by a launch of its own.
     out, lse = kernel.attention(launch, folded, latent_pages, *[table] * 4, interpret=interpret)
-    if launch.direct or launch.clustered:
+    if launch.direct:
         out, lse = out[:, :heads], lse[:, 0, 0, :heads]
     else:
         out, lse = merging.combine_latent(out, lse, heads, q.dtype, interpret)
