@@ -235,7 +235,7 @@ def test_programs_that_round_are_compiled_before_there_are_weights(
         ("layers.0.mlp.down_proj.weight", "layers.1.mlp.down_proj.weight", "norm.weight"),
         {"int8": 40}.get(kind, 48),
     )
-    params = {name: jnp.full((24, width) if "mlp" in name else (24,), 0.5) for name in names}
+    params = {name: jnp.ones((24, width) if "mlp" in name else (24,), jnp.float32) for name in names}
     shapes = jax.eval_shape(lambda: quantise_weights(dict(params), kind))
     jobs = rounding_jobs({"target": shapes})
     assert len(jobs) == 1
