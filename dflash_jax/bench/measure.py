@@ -192,8 +192,7 @@ def programs(
     lengths = _likely(engine, setup, users, float(np.mean(sizes)), imposed_acceptance)
     setups = [engine.verifying(setup, length, users) for length in lengths]
     widths = [width for width in engine.buckets.width if ends[0] <= width <= ends[1]]
-    each = [(Jobs(engine, setup, needs.stop_width), width) for setup in setups for width in widths]
-    loops = [job for jobs, width in each for job in (jobs.loop(users, width), *jobs.mixes(users, width))]
+    loops = [Jobs(engine, setup, needs.stop_width).loop(users, width) for setup in setups for width in widths]
     return [*first, *_prompts(engine, Jobs(engine, setup, needs.stop_width), workload, users), *loops]
 
 

@@ -27,12 +27,11 @@ from dflash_jax.decoding.verify_budget import MOST_LOG_ODDS, budget, log_odds, s
 from dflash_jax.execution.draft_context import context_products, make_context_workspace
 from dflash_jax.execution.draft_head import best_by_index, best_proposals, shortlist
 from dflash_jax.execution.persistent import make_workspace
-from dflash_jax.execution.plan import ContextPlan, ExecutionPlan
+from dflash_jax.execution.plan import ContextPlan
 from dflash_jax.execution.runner import LAYER_BY_LAYER, Planned
 from dflash_jax.models.dflash import HEAD_INDEX, SHARED_HEAD
 from dflash_jax.models.heads import Law
 from dflash_jax.models.largest import largest
-from dflash_jax.models.layers import Cache
 from dflash_jax.models.registry import bind
 from dflash_jax.parallel.collectives import added_in_order, exchanging_in, pair_exchange
 from dflash_jax.quantization.weights import Quantised
@@ -209,11 +208,19 @@ def verified(
     shared: Int[Array, "*groups B"] | None = None,
 ) -> tuple[DecodeState, Rows]:
     """Runs the target over a block, which is in its pages then."""
-    plan, ids, pack = cycle_plans(setup, weights, page_table, state).target, block.ids, block.pack
+    plans, live, ids, pack = cycle_plans(setup, weights, page_table, state), ~state.done, block.ids, block.pack
     target = bind(setup.target, weights["target"])
     with jax.named_scope("verify"):
-        turned, attend, cache = block_attend(setup, plan, page_table, state, block, shared)
-        run = Planned(plan, workspaces.target)
+        positions = state.seq_lens[:, None] + jnp.arange(setup.width)
+        turned = positions if state.shift is None else positions + state.shift[:, None]
+        lengths = jnp.where(live, setup.width, 0) if block.lengths is None else block.lengths
+        pages, heads = state.target_pages, attending_heads(setup.target, plans.target, exact=setup.exact)
+        table, size = tables_of(page_table, "target"), pages.page_size
+        options = {"heads": heads, "narrow": pages.narrow, "shared": shared}
+        options |= {"dealt": setup.dealt, "interleave": setup.interleave, "exact": setup.exact}
+        attend = PagedAttend(table, positions, lengths, size, **options)
+        attend, cache = verifying(attend, pages, state.recurrent, live)
+        run = Planned(plans.target, workspaces.target)
         if pack is None:
             hidden, features, cache = target(ids, turned, attend, setup.taps, run, cache)
         else:
@@ -222,27 +229,6 @@ def verified(
             features = pack.unpacked(features)
     pages, states, factors = apart(cache)
     return replace(state, target_pages=pages, recurrent=states), Rows(hidden, features, factors)
-
-
-def block_attend(
-    setup: Setup,
-    plan: ExecutionPlan,
-    page_table: Any,
-    state: DecodeState,
-    block: Block,
-    shared: Int[Array, "*groups B"] | None = None,
-) -> tuple[Int[Array, "B T"], Any, Cache]:
-    """What the tokens of a block turn by, what the target attends to them with by this plan, and its cache."""
-    live, pages = ~state.done, state.target_pages
-    positions = state.seq_lens[:, None] + jnp.arange(setup.width)
-    turned = positions if state.shift is None else positions + state.shift[:, None]
-    lengths = jnp.where(live, setup.width, 0) if block.lengths is None else block.lengths
-    heads = attending_heads(setup.target, plan, exact=setup.exact)
-    table, size = tables_of(page_table, "target"), pages.page_size
-    options = {"heads": heads, "narrow": pages.narrow, "shared": shared}
-    options |= {"dealt": setup.dealt, "interleave": setup.interleave, "exact": setup.exact}
-    attend = PagedAttend(table, positions, lengths, size, **options)
-    return turned, *verifying(attend, pages, state.recurrent, live)
 
 
 def judged(

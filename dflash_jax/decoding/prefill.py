@@ -20,7 +20,7 @@ from dflash_jax.decoding.grammar_tables import GrammarTables, states_after, tabl
 from dflash_jax.decoding.sampling import is_stop, sample, without_stops
 from dflash_jax.decoding.state import DecodeState, Emitted, Setup, Weights, attending_heads, page_shape
 from dflash_jax.execution.draft_context import context_products
-from dflash_jax.execution.plan import EXACT_PRODUCTS, ExecutionPlan
+from dflash_jax.execution.plan import EXACT_PRODUCTS
 from dflash_jax.execution.runner import Planned
 from dflash_jax.models.registry import bind
 from dflash_jax.parallel.collectives import added_in_order
@@ -133,13 +133,18 @@ def _filled(
 ) -> tuple[Caches, Float[Array, "n T D"], Float[Array, "n 1 V"]]:
     """See `prefill_chunk`; with the hidden states of all tokens."""
     target = bind(setup.target, weights["target"])
-    positions = starts[:, None] + jnp.arange(ids.shape[1])
+    rows = jnp.arange(ids.shape[1])
+    positions = starts[:, None] + rows
     with jax.named_scope("prefill"), added_in_order(setup.exact):
         related = ids.shape[0] > 1
         shape = None if related or setup.dealt > 1 else page_shape(caches.target, table_width(page_table))
         run = Planned(setup.target_plan(weights, (ids.shape[0], ids.shape[1]), shape))
-        attend = pieces_attend(setup, run.plan, page_table, caches.target, positions, lengths)
-        states = caches.recurrent
+        heads = attending_heads(setup.target, run.plan, exact=setup.exact)
+        page_size, states = caches.target.page_size, caches.recurrent
+        attend = PagedAttend(
+            tables_of(page_table, "target"), positions, lengths, page_size, setup.form, related=related, heads=heads,
+            dealt=setup.dealt, interleave=setup.interleave, exact=setup.exact,
+        )  # fmt: skip
         attend, cache = prefilling(attend, caches.target, states, slots, starts, lengths)
         turned = positions if pictured is None else pictured.positions
         given = None if pictured is None else (pictured.placed, pictured.rows)
@@ -147,50 +152,22 @@ def _filled(
         target_pages, states = committed(cache, lengths)
         if setup.exact:
             hidden = jax.lax.optimization_barrier(hidden)  # the same layers whether a prompt is scored or not
-        logits = last_logits(target, hidden, lengths)
-    draft_pages = with_context(setup, weights, page_table, caches.draft, features, positions, lengths)
+        last = jnp.maximum(lengths - 1, 0)[:, None, None]
+        logits = target.logits(jnp.take_along_axis(hidden, last, axis=1))
+    draft_pages = caches.draft
+    if setup.draft is not None:
+        drafter = bind(setup.draft, weights["draft"])
+        live = rows < lengths[:, None]
+        features = jnp.where(live[:, :, None], features, jnp.zeros((), features.dtype))
+        draft_pages = write_context(
+            drafter,
+            draft_pages,
+            setup.draft_table(page_table),
+            context_products(drafter, features),
+            positions,
+            live,
+        )
     return Caches(target_pages, draft_pages, states), hidden, logits
-
-
-def pieces_attend(
-    setup: Setup,
-    plan: ExecutionPlan,
-    page_table: Any,
-    pages: Pages,
-    positions: Int[Array, "n T"],
-    lengths: Int[Array, "n"],
-) -> PagedAttend:
-    """What a target attends to pieces of prompts with by this plan; see `prefill_chunk`."""
-    heads = attending_heads(setup.target, plan, exact=setup.exact)
-    return PagedAttend(
-        tables_of(page_table, "target"), positions, lengths, pages.page_size, setup.form, related=len(lengths) > 1, heads=heads,
-        dealt=setup.dealt, interleave=setup.interleave, exact=setup.exact,
-    )  # fmt: skip
-
-
-def last_logits(target: Any, hidden: Float[Array, "n T D"], lengths: Int[Array, "n"]) -> Float[Array, "n 1 V"]:
-    """Logits after the last token of each piece."""
-    last = jnp.maximum(lengths - 1, 0)[:, None, None]
-    return target.logits(jnp.take_along_axis(hidden, last, axis=1))
-
-
-def with_context(
-    setup: Setup,
-    weights: Weights,
-    page_table: Any,
-    pages: Pages,
-    features: Float[Array, "n T nD"],
-    positions: Int[Array, "n T"],
-    lengths: Int[Array, "n"],
-) -> Pages:
-    """The drafter's pages with the context that pieces of prompts are to it; as they are where there is no drafter."""
-    if setup.draft is None:
-        return pages
-    drafter = bind(setup.draft, weights["draft"])
-    live = jnp.arange(features.shape[1]) < lengths[:, None]
-    features = jnp.where(live[:, :, None], features, jnp.zeros((), features.dtype))
-    products = context_products(drafter, features)
-    return write_context(drafter, pages, setup.draft_table(page_table), products, positions, live)
 
 
 def admit(

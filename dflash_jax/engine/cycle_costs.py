@@ -170,11 +170,6 @@ def bare_cost(target: DecoderConfig, draft: DFlashConfig, weights: Mapping[str, 
     return CycleCost(stacks["target"], stacks["draft"], ours, theirs, draft.block_size, {})
 
 
-def target_stack(target: DecoderConfig, weights: Mapping[str, Any]) -> Stack:
-    """What a pass of a target with these weights, which may be shapes, reads and multiplies."""
-    return _stack(target, weights, _expert_share(target), jax.tree.leaves(weights)[0].dtype)
-
-
 def _bytes(weight: Any) -> float:
     return float(sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(weight)))
 

@@ -29,8 +29,7 @@ from dflash_jax.decoding.state import Proposals, Setup
 from dflash_jax.engine.acceptance_estimate import AcceptanceEstimate
 from dflash_jax.engine.buckets import Buckets, round_up
 from dflash_jax.engine.cascade import CascadePolicy, layer_costs
-from dflash_jax.engine.cycle_costs import CycleCost, cycle_cost, target_stack
-from dflash_jax.engine.mixing import MixingPolicy, mixing_refusal
+from dflash_jax.engine.cycle_costs import CycleCost, cycle_cost
 from dflash_jax.engine.requests import ADJUSTING, LONGEST_WORD, MOST_WORDS, Request
 from dflash_jax.engine.verify_per_request import PerRequestPolicy
 from dflash_jax.engine.verify_policy import VerifyLength, VerifyPolicy
@@ -108,8 +107,6 @@ class Resources:
         stands still less; others lose nothing.
       cascade: whether requests that begin with the same pages attend to these once (`engine.cascade`): None where that saves time
         on a GPU; True wherever two share a page, waiting for the programs; False never.
-      mixed: whether pieces of prompts ride with cycles (`engine.mixing`): None where that saves time on a GPU; True wherever they
-        can, waiting for the programs; False never.
       groups: layers whose pages are kept equally long, with the accounts of these; all are free whenever nothing runs.
     """
 
@@ -144,7 +141,6 @@ class Resources:
     goes_ahead: bool | None = None
     late_dispatch: bool = True
     cascade: bool | None = None
-    mixed: bool | None = None
     programs: Programs = field(default_factory=Programs)
 
     def __post_init__(self):
@@ -175,7 +171,6 @@ class Resources:
         self._filled_by = self.weights
         self._lengths: VerifyPolicy | None = None
         self._cascades: CascadePolicy | None = None
-        self._mixing = dict[bool | None, MixingPolicy | None]()
         self._keys: dict[tuple, tuple] = {}  # of programs, by shorter names
 
     def __copy__(self) -> "Resources":
@@ -245,17 +240,6 @@ class Resources:
             block = 0 if self.draft is None else self.draft.block_size
             self._cascades = CascadePolicy(costs[0], theirs, block, self.cascade)
         return self._cascades if self._cascades.target else None
-
-    @property
-    def mixing(self) -> MixingPolicy | None:
-        """Who says whether pieces of prompts ride with cycles; None where none do."""
-        if self.mixed is False or (self.mixed is None and jax.default_backend() != "gpu"):
-            return None
-        if self.mixed not in self._mixing:
-            refused = mixing_refusal(self.target, exact=self.exact, ranks=self.tp) is not None
-            stack = target_stack(self.target, self.weights["target"])
-            self._mixing[self.mixed] = None if refused else MixingPolicy(stack, self.mixed)
-        return self._mixing[self.mixed]
 
     @property
     def group_bytes(self) -> tuple[int, ...]:

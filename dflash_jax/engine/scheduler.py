@@ -19,14 +19,12 @@ from typing import Any, NamedTuple, get_args
 
 import jax
 import numpy as np
-from jaxtyping import Int
 
 from dflash_jax.cache.groups import table_width
 from dflash_jax.compile.programs import Status, start_compiling
 from dflash_jax.decoding.grammar_masks import NO_GRAMMAR, Follower, masks_of
 from dflash_jax.decoding.grammar_tables import GrammarTables
 from dflash_jax.decoding.loop import loop
-from dflash_jax.decoding.mixed_cycle import mixed_cycle
 from dflash_jax.decoding.prefill import Caches, Pictured, prefill_chunk, prefill_scored
 from dflash_jax.decoding.state import DecodeState, Emitted, Setup, without_pools
 from dflash_jax.engine import shutdown
@@ -34,7 +32,6 @@ from dflash_jax.engine.buckets import round_up
 from dflash_jax.engine.cascade import Sharers, Sharing, common_pages, shared_argument
 from dflash_jax.engine.masked_cycles import masked_cycles
 from dflash_jax.engine.memory import named_memory_errors
-from dflash_jax.engine.mixing import LONGEST
 from dflash_jax.engine.requests import (
     ADJUSTING,
     Needs,
@@ -96,13 +93,11 @@ class PrefillResult:
       logprobs: whether `emitted` holds log-probabilities.
       started: the clock then.
       tokens: of prompts, in this call and those that were started behind the call before; 0 where nobody counted them.
-      beside: whether cycles that are in flight as well computed the prompts.
     """
 
     rows: list[Row]
     emitted: Emitted
     logprobs: bool
-    beside: bool = False
     started: float = field(default_factory=time.perf_counter)
     tokens: int = 0
 
@@ -122,7 +117,6 @@ class DecodeCall:
       started, compiled: the clock, and seconds spent compiling until then.
       returned: the clock when the call was on its way.
       tokens: of prompts that were started behind the call before.
-      beside: tokens of prompts in the same program.
     """
 
     rows: list[Row]
@@ -132,36 +126,12 @@ class DecodeCall:
     width: int
     started: float
     compiled: float
-    beside: int = 0
     returned: float = field(default_factory=time.perf_counter)
     tokens: int = 0
 
     def gains(self) -> list[tuple[Job, int, int]]:
         """See `PrefillResult.gains`."""
         return [(row.job, self.cycles, self.cycles * self.setup.width) for row in self.rows if row.here]
-
-
-@dataclass(frozen=True)
-class Cut:
-    """Pieces of prompts, one in each row of a call, and what the call is told of them.
-
-    Attributes:
-      pieces: whose they are, and where they start.
-      slots: of each row; one past the last for rows that nobody needs.
-      ends: the row of each request's last piece.
-    """
-
-    pieces: list[tuple[Job, int]]
-    ids: Int[np.ndarray, "n T"]
-    starts: Int[np.ndarray, "n"]
-    lengths: Int[np.ndarray, "n"]
-    slots: Int[np.ndarray, "n"]
-    ends: dict[Job, int]
-
-    @property
-    def longest(self) -> int:
-        """Tokens of a sequence up to the end of one of its pieces, at most."""
-        return int(np.max(self.starts + self.lengths))
 
 
 class InFlight:
@@ -200,13 +170,8 @@ class InFlight:
         return [item for item in self.items if isinstance(item, DecodeCall)]
 
     @property
-    def _programs(self) -> list[PrefillResult | DecodeCall]:
-        """The items that take the device time: first tokens of prompts beside cycles come with these."""
-        return [item for item in self.items if isinstance(item, DecodeCall) or not item.beside]
-
-    @property
     def full(self) -> bool:
-        return len(self._programs) >= MOST_IN_FLIGHT
+        return len(self.items) >= MOST_IN_FLIGHT
 
     def compute(self, tokens: int) -> None:
         """Counts tokens of prompts that were started."""
@@ -243,9 +208,7 @@ class InFlight:
         now, compiled = self._read
         spent = now - began - (compiled - before)
         busy = call.returned - call.started - (compiled - call.compiled)
-        self._busy = busy
-        if not call.beside:
-            self._pace = max(0.0, spent - call.tokens * self._prompt_pace) / call.cycles
+        self._pace, self._busy = max(0.0, spent - call.tokens * self._prompt_pace) / call.cycles, busy
         waited, self.held = waited + self.held, 0.0
         if waited < 0.3 * spent:  # as long as copies take: the device may have waited for the host
             self.few = min(2 * self.few, MAX_CYCLES)
@@ -265,12 +228,10 @@ class InFlight:
     @property
     def latest(self) -> float:
         """The clock at which the call behind the one that runs has to be made, for the device not to wait; 0 where nobody knows."""
-        if len(self._programs) != 1:
+        if len(self.items) != 1:
             return 0.0
-        (item,) = self._programs
-        takes = item.tokens * self._prompt_pace
-        if isinstance(item, DecodeCall):
-            takes += item.cycles * self._pace + item.beside * self._prompt_pace
+        (item,) = self.items
+        takes = item.tokens * self._prompt_pace + (item.cycles * self._pace if isinstance(item, DecodeCall) else 0.0)
         began = max(self._read[0], item.started)
         return 0.0 if not takes else began + min(LATEST * takes, takes - 2 * self._busy)
 
@@ -387,16 +348,26 @@ class Batch:
           By rows of the logits, the requests whose contexts are in the pages then; and the logits.
         """
         core = self.core
-        cut = self.cut(jobs, rows, size)
-        pieces, ids, starts, lengths, slots = cut.pieces, cut.ids, cut.starts, cut.lengths, cut.slots
-        table = self.slots.table(core.width_of(cut.longest), slots)
+        pieces = [(job, start) for job in jobs for start in range(job.filled, job.stop, size)][:rows]
+        ids, (starts, lengths) = np.zeros((rows, size), np.int32), np.zeros((2, rows), np.int32)
+        slots = np.full((rows,), self.size, np.int32)
+        width = core.width_of(max(min(start + size, job.stop) for job, start in pieces))
+        ends = dict[Job, int]()
+        contexts = {job: job.context for job in jobs}
+        for row, (job, start) in enumerate(pieces):
+            piece = contexts[job][start : min(start + size, job.stop)]
+            ids[row, : len(piece)], starts[row], lengths[row] = piece, start, len(piece)
+            slots[row], ends[job] = job.slot, row
+        for job, row in ends.items():
+            self.slots.cover(job, int(starts[row] + lengths[row]))
+        table = self.slots.table(width, slots)
         caches = Caches(self.state.target_pages, self.state.draft_pages, self.state.recurrent)
         step = (core.weights, table, caches, ids, starts, lengths, slots)
         pictured = self._pictured(pieces, rows, size)
         scored = any(job.scored for job in jobs)
         setup, scores = self.setup.for_prefill(scored=scored), None
         if scored:
-            following, contexts = np.zeros_like(ids), {job: job.context for job in jobs}
+            following = np.zeros_like(ids)
             for row, (job, start) in enumerate(pieces):
                 after = contexts[job][start + 1 : start + 1 + lengths[row]]
                 following[row, : len(after)] = after
@@ -408,50 +379,11 @@ class Batch:
         for row, (job, _) in enumerate(pieces):
             if scores is not None and job.scored:
                 job.parts.append((scores, row, int(lengths[row])))
-        return self._filled(cut), logits
-
-    def mixed(self, setup: Setup, cut: Cut) -> tuple[DecodeCall, dict[int, Job], jax.Array]:
-        """Starts one cycle of all that decode, and pieces of prompts in the same program.
-
-        Returns:
-          The cycle, and what `prefill` returns.
-        """
-        started, width = (time.perf_counter(), self.core.programs.compile_s), self.mixed_width(cut)
-        rows = [Row(job, job.stay, job.slot) for job in self.slots.decoding]
-        table, pieces = (self.slots.table(width, slots) for slots in (None, cut.slots))
-        call = (self.core.weights, table, self.state, self.retired.copy(), pieces, cut.ids, cut.starts, cut.lengths)
-        state, emitted, logits = self.core.programs.call(mixed_cycle, (setup,), (2,), *call, *self._tables(setup))
-        self.keep(state)
-        self.retired[:] = False
-        cycle = DecodeCall(rows, emitted, setup, 1, width, *started, beside=cut.ids.size)
-        return cycle, self._filled(cut), logits
-
-    def mixed_width(self, cut: Cut) -> int:
-        """Columns of the page tables of a cycle and pieces of prompts in one program."""
-        columns = max(job.columns for job in self.slots.decoding)
-        return self.core.width_of(max(columns * self.core.page_size, cut.longest))
-
-    def cut(self, jobs: Sequence[Job], rows: int, size: int) -> Cut:
-        """The next pieces of these requests' prompts, whose pages are theirs then."""
-        pieces = [(job, start) for job in jobs for start in range(job.filled, job.stop, size)][:rows]
-        ids, (starts, lengths) = np.zeros((rows, size), np.int32), np.zeros((2, rows), np.int32)
-        slots, ends = np.full((rows,), self.size, np.int32), dict[Job, int]()
-        contexts = {job: job.context for job in jobs}
-        for row, (job, start) in enumerate(pieces):
-            piece = contexts[job][start : min(start + size, job.stop)]
-            ids[row, : len(piece)], starts[row], lengths[row] = piece, start, len(piece)
-            slots[row], ends[job] = job.slot, row
         for job, row in ends.items():
-            self.slots.cover(job, int(starts[row] + lengths[row]))
-        return Cut(pieces, ids, starts, lengths, slots, ends)
-
-    def _filled(self, cut: Cut) -> dict[int, Job]:
-        """Counts pieces that are in the pages now; by rows, the requests whose contexts are."""
-        for job, row in cut.ends.items():
-            job.filled = int(cut.starts[row] + cut.lengths[row])
+            job.filled = int(starts[row] + lengths[row])
             if job.filled in job.stops:
                 self.take_snapshot(job)
-        return {row: job for job, row in cut.ends.items() if job.filled == job.length}
+        return {row: job for job, row in ends.items() if job.filled == job.length}, logits
 
     def _pictured(self, pieces: Sequence[tuple[Job, int]], rows: int, size: int) -> tuple[Pictured, ...]:
         """What a call for these pieces is told of pictures; () where none of their prompts has any, which is another program."""
@@ -494,13 +426,12 @@ class Batch:
     def _copied(self, into: Any, source: Any, row: int, of: int) -> Any:
         return self.core.programs.call(copy_program, (), (1,), None, into, source, np.int32(row), np.int32(of))
 
-    def admit(self, jobs: dict[int, Job], logits: jax.Array, *, beside: bool = False) -> PrefillResult | None:
+    def admit(self, jobs: dict[int, Job], logits: jax.Array) -> PrefillResult | None:
         """Puts requests into their slots on the device, and gives out first tokens but for those that were given out before a slot
         was lost.
 
         Args:
           jobs: by rows of `logits`.
-          beside: see `PrefillResult`.
         """
         slots = np.full((logits.shape[0],), self.size, np.int32)
         slots[list(jobs)] = [job.slot for job in jobs.values()]
@@ -520,7 +451,7 @@ class Batch:
             self.retired[job.slot] = False
             self.slots.filled(job)
         first = [Row(job, job.stay, row) for row, job in jobs.items() if not job.tokens]
-        return PrefillResult(first, emitted, self.needs.logprobs, beside) if first else None
+        return PrefillResult(first, emitted, self.needs.logprobs) if first else None
 
     def decode(self, setup: Setup, cycles: int, *, until_any: bool) -> DecodeCall:
         """Starts cycles of all that decode.
@@ -976,9 +907,7 @@ class Scheduler:
                 # 64 tokens took 1 ms longer, 2 to 3 %.
                 if core.late_dispatch:
                     self._await_company()
-                while not self.inflight.full and any(
-                    start(batch) for start in (self._start_mixed, self._start_prompts, self._start_cycles)
-                ):
+                while not self.inflight.full and (self._start_prompts(batch) or self._start_cycles(batch)):
                     pass
                 self._send()
                 if self.inflight.items:
@@ -1126,65 +1055,14 @@ class Scheduler:
         self._spent += cost
         self.inflight.compute(cost)
         self._served = jobs
-        self._enter(batch, *batch.prefill(jobs, rows, size))
+        ready, logits = batch.prefill(jobs, rows, size)
+        if ready:
+            batch.serve(choose_needs(batch, [*batch.slots.decoding, *ready.values()]))
+            if (first := batch.admit(ready, logits)) is not None:
+                self.inflight.add(first)
         if batch.slots.filling:
             self._spent = core.max_chunk
         return True
-
-    def _start_mixed(self, batch: Batch) -> bool:
-        """The next cycle with pieces of prompts beside it, in one program; False where that saves nothing, its program is not there
-        yet, nobody decodes or can enter, or results have to be seen first."""
-        core, policy = batch.core, batch.core.mixing
-        if policy is None or not batch.slots.decoding or not (self._waiting or batch.slots.filling):
-            return False
-        if core.verify_policy.shares(batch.size) or (self.inflight.calls and not self._goes_ahead(batch)):
-            return False
-        if policy.asked is not True and 2 * len(batch.slots.decoding) < batch.size:
-            return False  # a cycle of few gains little, and more prompts fit into a call without
-        jobs = self._gather(batch)
-        if not jobs or any(job.scored or job.request.pictures or job.length > LONGEST for job in jobs):
-            return False
-        lacks = core.buckets.count(job.stop - job.filled for job in jobs)
-        count = policy.pieces(batch.size * batch.verified, lacks, core.buckets)
-        likely = core.verifying(batch.setup, batch.verified, batch.size)
-        if not count or not self._mixes(batch, likely, batch.cut(jobs, count, core.buckets.piece)):
-            return False
-        planned = self._plan_behind(batch, 1) if self.inflight.items else self._plan_first(batch, 1)
-        # The youngest may have left.
-        jobs = [job for job in jobs if job in batch.slots.filling]
-        if planned is None or not jobs or not batch.slots.decoding:
-            return False
-        setup, cut = planned[0], batch.cut(jobs, count, core.buckets.piece)
-        if not self._mixes(batch, setup, cut):
-            return False
-        self._spent, self._served = 0, [*batch.slots.decoding, *jobs]
-        call, ready, logits = batch.mixed(setup, cut)
-        self.inflight.add(call)
-        self._enter(batch, ready, logits, beside=True)
-        return True
-
-    def _mixes(self, batch: Batch, setup: Setup, cut: Cut) -> bool:
-        """Whether the program of a cycle with these pieces is there, or waited for, and no other reads less."""
-        core, policy, sizes = batch.core, batch.core.mixing, (batch.size, batch.mixed_width(cut), len(cut.ids))
-        if policy is None or setup.mode == "structured":
-            return False
-        jobs = Jobs(core, setup, batch.needs.stop_width)
-        name = ("mixed", setup, *sizes, jobs.stop_width)
-        status = core.program_status(name, lambda: jobs.mixed(*sizes).args)
-        if policy.asked is not True and status != "compiled":
-            saved = policy.saved_s(batch.size * setup.width, cut.ids.size)
-            if status == "missing" and policy.worth_compiling(name, saved):
-                start_compiling([jobs.mixed(*sizes)])
-            return False
-        return batch.shared_pages(setup, sizes[1], 1) is None
-
-    def _enter(self, batch: Batch, ready: dict[int, Job], logits: jax.Array, *, beside: bool = False) -> None:
-        """Has requests decode whose contexts are in the pages: by rows of the logits of a call for prompts."""
-        if not ready:
-            return
-        batch.serve(choose_needs(batch, [*batch.slots.decoding, *ready.values()]))
-        if (first := batch.admit(ready, logits, beside=beside)) is not None:
-            self.inflight.add(first)
 
     def _prompt_tokens(self, batch: Batch) -> int:
         """Tokens of prompts between two calls for cycles at most."""
@@ -1235,32 +1113,24 @@ class Scheduler:
         if not batch.slots.decoding:
             return False
         self._served = batch.slots.decoding
-        cycles = self._few_at_most(batch, self._patience(batch))
         if self.inflight.items:
-            planned = self._plan_behind(batch, cycles)
+            planned = self._plan_behind(batch)
             if planned is None:
                 return False
             setup, cycles = planned
         else:
             batch.move(self._fewest_slots(batch))
-            setup, cycles = self._plan_first(batch, cycles)
+            batch.serve(choose_needs(batch, batch.slots.decoding))
+            setup, cycles = choose_cycles(batch, self._few_at_most(batch, self._patience(batch)))
+            cycles = self._make_room(batch, cycles, setup.width)
             if not batch.slots.decoding:  # the youngest left, and older ones are at their prompts
                 return True
         self._spent = 0
         self.inflight.add(batch.decode(setup, cycles, until_any=bool(self._waiting)))
         return True
 
-    def _plan_first(self, batch: Batch, cycles: int) -> tuple[Setup, int]:
-        """What cycles verify where nothing is in flight, and how many of them, at most `cycles`.
-
-        Gives the running requests the pages for it, or takes the youngest one's.
-        """
-        batch.serve(choose_needs(batch, batch.slots.decoding))
-        setup, cycles = choose_cycles(batch, cycles)
-        return setup, self._make_room(batch, cycles, setup.width)
-
-    def _plan_behind(self, batch: Batch, cycles: int) -> tuple[Setup, int] | None:
-        """What cycles behind all that is in flight verify, and how many of them, at most `cycles`; None where results come first.
+    def _plan_behind(self, batch: Batch) -> tuple[Setup, int] | None:
+        """What cycles behind all that is in flight verify, and how many of them; None where results come first.
 
         Gives the running requests the pages for it.
         """
@@ -1269,6 +1139,7 @@ class Scheduler:
             return None
         if not any(job.remaining > job.due for job in jobs):
             return None
+        cycles = self._few_at_most(batch, self._patience(batch))
         # Stop strings are found on the host, which then aborts; a length is known before.
         if inflight.calls and cycles > CYCLES_PER_CHUNK and any(job.request.params.stop for job in jobs):
             return None

@@ -17,7 +17,6 @@ from dflash_jax.decoding.grammar_masks import BITS
 from dflash_jax.decoding.grammar_tables import GrammarTables
 from dflash_jax.decoding.loop import loop
 from dflash_jax.decoding.masked_cycle import draft_block, judge_block, verify_block
-from dflash_jax.decoding.mixed_cycle import mixed_cycle
 from dflash_jax.decoding.prefill import Caches, Pictured, admit, prefill_chunk
 from dflash_jax.decoding.state import DecodeState, Setup, resize, without_pools
 from dflash_jax.engine.buckets import PIECES_OF_ONE, round_up
@@ -74,7 +73,6 @@ def warmup_jobs(
                 jobs = Jobs(core, core.verifying(setup, length, size), STOP_WIDTH)
                 yield jobs.loop(size, width)
                 yield from (jobs.loop(size, width, shared=form) for form in forms_that_pay(core, size, length, width))
-                yield from jobs.mixes(size, width)
 
 
 def forms_that_pay(core: Resources, slots: int, length: int, width: int) -> Iterator[Sharing]:
@@ -201,22 +199,6 @@ class Jobs:
             (retired if self.setup.exact else None, *tables) if tables or self.setup.exact else ()
         )  # which of them draft
         return partial(self.prepare, loop, (self.setup, MAX_CYCLES), (2,), *call, *more, *told)
-
-    def mixes(self, slots: int, width: int) -> Iterator[partial[None]]:
-        """Cycles with pieces of prompts beside them, in every number that pays."""
-        policy, setup = self.core.mixing, self.setup
-        if policy is None or slots == 1 or setup.mode == "structured" or setup.per_request:
-            return
-        for rows in policy.riding(slots * setup.width, self.core.buckets):
-            yield self.mixed(slots, width, rows)
-
-    def mixed(self, slots: int, width: int, rows: int) -> partial[None]:
-        """A cycle with so many pieces of prompts beside it."""
-        retired, numbers = np.zeros((slots,), bool), jax.ShapeDtypeStruct((rows,), np.int32)
-        ids = jax.ShapeDtypeStruct((rows, self.core.buckets.piece), np.int32)
-        call = (self.core.weights, self._table(slots, width), self._state(slots), retired)
-        pieces = (self._table(rows, width), ids, numbers, numbers)
-        return partial(self.prepare, mixed_cycle, (self.setup,), (2,), *call, *pieces, *self._tables())
 
     def _more(self, slots: int, *, shared: Sharing | None) -> tuple[Any, Any]:
         """Estimate and shared pages, as `loop` takes them."""

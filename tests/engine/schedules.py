@@ -37,7 +37,6 @@ class Outcome:
     behind: int = 0
     together: int = 0
     shared: int = 0
-    mixed: int = 0
 
 
 def alone(engine: Engine, prompt: list[int], params: SamplingParams) -> Text:
@@ -76,7 +75,6 @@ class Interrupter:
                 "_drain",
                 "_queue",
                 "_ready_batch",
-                "_start_mixed",
             )
         ]
         for owner, name in places:
@@ -115,8 +113,6 @@ def watch_waiting(patch: pytest.MonkeyPatch, engine: Engine, outcome: Outcome) -
         if function.__name__ == "loop":
             spent[0] = 0
             outcome.shared += args[-1] is not None
-        elif function.__name__ == "mixed_cycle":
-            spent[0], outcome.mixed = 0, outcome.mixed + 1
         elif function.__name__ == "prefill_chunk" and batch_of(engine).slots.decoding:
             spent[0] += args[3].size
             assert spent[0] <= engine.max_chunk, "a running sequence waits longer than one chunk"
@@ -134,7 +130,7 @@ def ended_by_a_token(rng: random.Random, text: Text) -> Text:
 
 def play(
     engine: Engine, texts: list[Text], seed: int, *, interrupt: bool = False, lengths: Sequence[VerifyLength] = (None,),
-    ahead: bool = False, cascade: bool | None = None, mixed: bool | None = None,
+    ahead: bool = False, cascade: bool | None = None,
 ) -> Outcome:  # fmt: skip
     """One schedule; fails unless every request that was not cancelled has the tokens it has alone, no running one waits longer than
     a chunk, and every page is back.
@@ -143,7 +139,7 @@ def play(
       lengths: one of these is verified in the next cycles, another one each time.
       ahead: prompts and cycles are started before the results of others are looked at. Some requests are ended by a token, and
         more are cancelled.
-      cascade, mixed: of the engine.
+      cascade: of the engine.
     """
     rng, outcome = random.Random(seed), Outcome()
     chosen = [rng.choice(texts) for _ in range(rng.randint(2, 7))]
@@ -160,7 +156,7 @@ def play(
     engine.take_pools()
     engine.allocator = PageAllocator(min(engine.num_pages, needed + rng.choice([0, 1, 2, 4, 8, 40])))
     arrived = rng.randint(1, len(requests))
-    engine.goes_ahead, engine.cascade, engine.mixed = ahead, cascade, mixed
+    engine.goes_ahead, engine.cascade = ahead, cascade
     cycles, slots = rng.choice([1, 2, 3] if ahead else [1, 1, 1, 2, 5, 32]), rng.randint(2 if ahead else 1, 4)
     run = engine.run(requests[:arrived], cycles=cycles, slots=slots)
     got = {request.index: [] for request in requests}
@@ -188,7 +184,7 @@ def play(
         except KeyboardInterrupt:
             outcome.interrupted = 1
     run.close()
-    engine.verify_length = engine.goes_ahead = engine.cascade = engine.mixed = None
+    engine.verify_length = engine.goes_ahead = engine.cascade = None
     for pool in engine.groups:
         pool.allocator.check_integrity()
         assert pool.allocator.num_free == pool.allocator.num_pages

@@ -14,7 +14,6 @@ import pytest
 from dflash_jax.bench import workload
 from dflash_jax.checkpoints.weights import weight_shapes
 from dflash_jax.engine import STOP_WIDTH, Engine
-from dflash_jax.engine.mixing import mixing_refusal
 from dflash_jax.engine.warmup import Jobs
 from dflash_jax.execution.weight_layout import cycle_rows
 from dflash_jax.models import family_named
@@ -65,7 +64,5 @@ def test_programs_trace(name: str, slots: int) -> None:
             jobs = Jobs(engine, engine.setup(mode="greedy", draft=drafting), STOP_WIDTH)
             jobs.prepare = traced
             jobs.loop(slots, 8)()
-            if mixing_refusal(target, exact=False, ranks=1) is None:
-                jobs.mixed(slots, 8, jobs.core.buckets.pieces[0])()
         for rows in sorted({jobs.core.buckets.pieces[0], jobs.core.buckets.pieces[-1]}):
             jobs.prefill(8, rows, jobs.core.buckets.piece, slots)()

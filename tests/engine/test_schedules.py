@@ -52,7 +52,7 @@ def test_random_schedules(engine, texts, all_cases):
     count = int(os.environ.get("SCHEDULES", 80 if all_cases else 8))
     outcomes = [play(engine, texts, seed, interrupt=seed % 4 == 3, lengths=lengths[seed % 2]) for seed in range(count)]
     happened = np.sum([astuple(outcome) for outcome in outcomes], axis=0)
-    least = np.array((50, 500, 50, 25, 50, 0, 25, 0, 0)) * count // 200
+    least = np.array((50, 500, 50, 25, 50, 0, 25, 0)) * count // 200
     assert all(happened >= least), f"too little happened to show anything: {happened}"
 
 
@@ -65,30 +65,9 @@ def test_random_schedules_with_calls_ahead(engine, texts, all_cases):
         for seed in range(count)
     ]
     happened = np.sum([astuple(outcome) for outcome in outcomes], axis=0)
-    assert all(happened >= np.array((8, 200, 30, 10, 8, 150, 10, 30, 0)) * count // 80), (
+    assert all(happened >= np.array((8, 200, 30, 10, 8, 150, 10, 30)) * count // 80), (
         f"too little happened to show anything: {happened}"
     )
-
-
-@pytest.mark.few("in_turn")
-@pytest.mark.parametrize("ahead", [False, True], ids=["in_turn", "ahead"])
-def test_random_schedules_with_pieces_beside_cycles(engine, texts, ahead, all_cases):
-    """`MIXED_SCHEDULES` of them. In every other one another number of tokens is verified whenever somebody looks."""
-    count = int(os.environ.get("MIXED_SCHEDULES", 40 if all_cases else 8))
-    outcomes = [
-        play(
-            engine,
-            texts,
-            seed,
-            interrupt=seed % 4 == 3,
-            lengths=((None,), (None, 1, 3))[seed % 2],
-            ahead=ahead,
-            mixed=True,
-        )
-        for seed in range(count)
-    ]
-    happened = np.sum([astuple(outcome) for outcome in outcomes], axis=0)
-    assert happened[-1] > (3 if ahead else 1) * count, f"too little was mixed to show anything: {happened}"
 
 
 @pytest.mark.few
@@ -109,7 +88,7 @@ def test_random_schedules_where_requests_share_rows(engine, texts, monkeypatch):
         for seed in range(12)
     ]
     happened = np.sum([astuple(outcome) for outcome in outcomes], axis=0)
-    assert all(happened >= (1, 20, 3, 1, 2, 10, 1, 2, 0)), f"too little happened to show anything: {happened}"
+    assert all(happened >= (1, 20, 3, 1, 2, 10, 1, 2)), f"too little happened to show anything: {happened}"
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +131,7 @@ def test_random_schedules_of_the_shipped_pair():
     texts = make_texts(engine, [*prompts, prompts[0][:50], prompts[0][:33] + prompts[1]], tokens=48)
     outcomes = [play(engine, texts, seed, interrupt=seed % 8 == 7) for seed in range(2, 8)]
     happened = np.sum([astuple(outcome) for outcome in outcomes], axis=0)
-    assert all(happened >= (1, 10, 1, 1, 0, 0, 0, 0, 0)), f"too little happened to show anything: {happened}"
+    assert all(happened >= (1, 10, 1, 1, 0, 0, 0, 0)), f"too little happened to show anything: {happened}"
 
 
 @pytest.mark.few
