@@ -24,7 +24,7 @@ from jaxtyping import Array, Float
 
 from dflash_jax.execution import switches
 from dflash_jax.execution.fused_dense import multiplied, summed_norm
-from dflash_jax.models.layers import Attention, Cache, Linear, Mixer, Norm, Rotary, linear
+from dflash_jax.models.layers import Cache, Linear, Mixer, Norm, Rotary, linear
 from dflash_jax.parallel.collectives import ranks_here, reduced
 from dflash_jax.quantization.weights import Quantised
 
@@ -64,8 +64,8 @@ def _mixed(
     mixer: Mixer, x: Float[Array, "B T D"], rotary: Rotary, attend: Any, cache: Cache
 ) -> tuple[Float[Array, "B T ..."], Cache]:
     """What mixes tokens, from the normed stream on: in one launch up to the write where attention offers that."""
-    whole = getattr(attend, "of_rows", None)
-    found = whole(mixer, x, rotary, cache) if whole is not None and isinstance(mixer, Attention) else None
+    whole = getattr(mixer, "mix_rows", None)
+    found = None if whole is None else whole(x, rotary, attend, cache)
     if found is not None:
         return found
     projected = _biased(mixer.projections[0], x.reshape(-1, x.shape[-1]))

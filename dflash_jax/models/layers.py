@@ -454,6 +454,11 @@ class Attention(nnx.Module):
             projected = jnp.concatenate(parts, axis=-2).reshape(projected.shape)
         return attend(self, projected, rotary, cache)
 
+    def mix_rows(self, x: Array, rotary: Rotary, attend: Attend, cache: Cache) -> tuple[Array, Cache] | None:
+        """`mix` of the first projection of `x [B,T,D]`, where attention has both in fewer launches (`of_rows`); else None."""
+        whole = getattr(attend, "of_rows", None)
+        return None if whole is None else whole(self, x, rotary, cache)
+
     def __call__(self, x: Array, rotary: Rotary, attend: Attend, cache: Cache = None) -> tuple[Array, Cache]:
         out, cache = self.mix(self.qkv_proj(x), rotary, attend, cache)
         return self.o_proj(out.reshape(*out.shape[:-2], -1)), cache

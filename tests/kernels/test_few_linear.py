@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from dflash_kernels import NoImplementationError, few_linear, few_linear_refusal
-from dflash_kernels.matmul.few.mosaic_gpu import launch, plan
+from dflash_kernels.matmul.few.mosaic_gpu import launch
+from dflash_kernels.matmul.few_tiling import plan
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ..devices import h200

@@ -305,7 +305,9 @@ def test_the_fused_runner_agrees_with_layers_called_one_by_one(tokens: int, monk
 @pytest.mark.parametrize(("rows", "launches"), [(8, 5), (64, 4)])
 def test_a_layer_is_a_few_launches(rows: int, launches: int) -> None:
     """Beside attention: products with their biases, norms, the router and the experts; of many rows XLA multiplies."""
-    config = replace(GPT_OSS_TARGETS["gpt-oss-20b"], **SMALL | {"num_layers": 1, "windows": (None,)})
+    config = replace(
+        GPT_OSS_TARGETS["gpt-oss-20b"], **SMALL | {"hidden_size": 512, "num_layers": 1, "windows": (None,)}
+    )
     with h200():
         shapes = weight_shapes([(config, family_for(config))], jnp.dtype("bfloat16"))["target"]
 

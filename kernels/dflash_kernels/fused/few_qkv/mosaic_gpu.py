@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from dflash_kernels.core.device import MATRIX_ROWS, require_hopper
-from dflash_kernels.matmul.few.mosaic_gpu import Plan, plan
+from dflash_kernels.matmul.few_tiling import Plan, plan
 
 
 def few_qkv_write_mosaic_gpu(*args: Any) -> tuple[Array, Array, Array]:

@@ -15,8 +15,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dflash_kernels.core.device import MATRIX_ROWS, WARPGROUP
 from dflash_kernels.core.layouts import aliased_ref, freeze_aliased
-from dflash_kernels.matmul.few.mosaic_gpu import Plan
-from dflash_kernels.matmul.few.mosaic_gpu_sm90 import stream
+from dflash_kernels.matmul.few_rows_sm90 import stream
+from dflash_kernels.matmul.few_tiling import Plan
 from dflash_kernels.mosaic_gpu import ptx as th
 from dflash_kernels.mosaic_gpu.thread_op import GLOBAL, MATRIX, SCALAR, thread_op
 

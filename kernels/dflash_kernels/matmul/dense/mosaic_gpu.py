@@ -177,7 +177,7 @@ def launch_add_norm(
     """`add_norm` without the device check."""
     from dflash_kernels.matmul import row_norm_sm90 as kernel
 
-    _require_width(stream, weight, PADDED_WIDTH)
+    _require_width(stream, weight, padded=True)
     how: Any = {"eps": eps, "zero_centered": zero_centered, "rounds_last": rounds_last, "interpret": interpret}
     return kernel.add_norm(parts, stream, weight, **how)
 
@@ -195,7 +195,7 @@ def launch_add_norm_scores(
     if stream.shape[0] > SCORED_ROWS or scorer.dtype != stream.dtype:
         stream, normed = launch_add_norm(parts, stream, weight, **how)
         return stream, normed, biased_scores(normed, scorer, bias)
-    _require_width(stream, weight, PADDED_WIDTH)
+    _require_width(stream, weight, padded=True)
     return kernel.add_norm_scores(parts, stream, weight, scorer, bias, **how)
 
 
@@ -207,10 +207,14 @@ def _norm_rows(rows: Array, weight: Array, *, eps: float, zero_centered: bool = 
     return kernel.norm_rows(rows, weight, eps, interpret, zero_centered=zero_centered)
 
 
-def _require_width(stream: Array, weight: Array, multiple: int = ROW_WIDTH) -> None:
+def _require_width(stream: Array, weight: Array, *, padded: bool = False) -> None:
+    """`padded`: the kernel pads rows."""
     if weight.dtype != stream.dtype:
         raise NotImplementedError(f"takes a norm's weight in the stream's dtype, {stream.dtype}, not {weight.dtype}")
-    if stream.shape[1] % multiple or stream.dtype != jnp.bfloat16:
+    width, more = stream.shape[1], -stream.shape[1] % ROW_WIDTH
+    fits = more == 0 or (padded and width % PADDED_WIDTH == 0 and 10 * more <= width)
+    if not fits or stream.dtype != jnp.bfloat16:
+        also = f", or of {PADDED_WIDTH} a tenth below one" if padded else ""
         raise NotImplementedError(
-            f"takes bfloat16 rows of a multiple of {multiple}, not {stream.dtype} of {stream.shape[1]}"
+            f"takes bfloat16 rows of a multiple of {ROW_WIDTH}{also}, not {stream.dtype} of {width}"
         )
