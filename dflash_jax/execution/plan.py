@@ -162,12 +162,14 @@ class CallShape:
       dtype: of activations.
       pages: what attention reads and writes; None where that are no pages of heads, or where several rows may be of one sequence,
         so that none may attend before all are written.
+      exchanges: whether devices that share the layers would add up in the package's own kernels, if these run them.
     """
 
     sequences: int
     tokens: int
     dtype: jnp.dtype
     pages: PageShape | None = None
+    exchanges: bool = False
 
     @property
     def rows(self) -> int:
@@ -249,6 +251,7 @@ def choose(
         dtype = call.dtype.name
         layout: Layout = "rows" if reason is not None else "column_blocks"
         weights = WeightFormat(dtype, layout=layout, plain=dtype == "bfloat16")
+    call = replace(call, exchanges=ranks > 1 and apart is None)
     runner: Runner = "plain"
     for name, refuse in _RUNNERS.items():
         reason = _ranks_refusal(name, exchange=apart is None) if ranks > 1 else None
@@ -382,7 +385,8 @@ def _fused_dense_refusal(traits: LayerTraits, call: CallShape, weights: WeightFo
         return "weights are quantized"
     if weights.layout == "column_blocks":
         return None  # which only these kernels multiply
-    if call.rows < TILE_ROWS and traits.hidden >= WIDE:
+    # What XLA multiplies faster is added up by collectives, with which a loop is no graph.
+    if call.rows < TILE_ROWS and traits.hidden >= WIDE and not call.exchanges:
         return (
             f"{call.rows} rows fill no tile of {TILE_ROWS}, and XLA's products of layers of {traits.hidden} are faster"
         )
