@@ -104,6 +104,9 @@ CASES: dict[str, Callable[[], Case]] = {
     "gemma4": lambda: gemma("gemma4_moe", GEMMA4),
     "fp8_pages": lambda: Case(DENSE, options={"cache_dtype": "fp8", "calibration": CALIBRATION}, exact=0.8),
     "int8_pages": lambda: Case(DENSE, options={"cache_dtype": "int8", "calibration": CALIBRATION}, exact=0.8),
+    "dealt_fp8": lambda: Case(
+        LATENT, options={"cache_dtype": "fp8", "calibration": CALIBRATION}, dealt=lambda ranks: ranks, exact=0.8
+    ),
     "latents": lambda: Case(LATENT),
     "dense": lambda: Case(DENSE),
     "experts": lambda: Case(EXPERTS),
