@@ -133,7 +133,7 @@ def test_a_million_rounds_end(implementation: str, count: int, rounds: int) -> N
     if len(jax.devices()) < count:
         pytest.skip(f"{count} GPUs are not here")
     rows, width = 16, 1024
-    places = jnp.arange(rows * width).reshape(rows, width)
+    places, weight = jnp.arange(rows * width).reshape(rows, width), jnp.ones(width, jnp.bfloat16)
 
     def part(turn: jax.Array, rank: jax.Array | int) -> jax.Array:
         return ((turn * (2 * rank + 3) + places * (rank + 1)) % 257 - 128).astype(jnp.float32) / 16
@@ -145,7 +145,7 @@ def test_a_million_rounds_end(implementation: str, count: int, rounds: int) -> N
         def again(turn: jax.Array, wrong: jax.Array) -> jax.Array:
             turn = first + turn
             found, _ = reduce_add_norm(
-                part(turn, rank)[None], jnp.zeros((rows, width)), jnp.ones(width), eps=EPS, axis="ranks", exchange=exchange,
+                part(turn, rank)[None], jnp.zeros((rows, width)), weight, eps=EPS, axis="ranks", exchange=exchange,
                 implementation=implementation,
             )  # fmt: skip
             return wrong + (found != sum(part(turn, other) for other in range(count)))
