@@ -62,6 +62,9 @@ MOST_BLOCKED_ROWS = 512
 ONE_GRAPH = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,WHILE",
     "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
+    # A kernel that reads a part of an array, as proposals of one sequence do, would be one launch with that: no graph takes it, and
+    # the loop would not be one.
+    "xla_gpu_enable_dynamic_slice_fusion": False,
 }
 # Beside that, for as many rows of a dense model in bfloat16 as let XLA multiply onto the residual stream (`dense_onto`): one call
 # of cuBLAS each. Where XLA weighs Triton's products as well, the addition may end up apart.
