@@ -279,11 +279,10 @@ def load(
     model = Model(name, engine, tokenizer, eos_ids, memory, notices, defaults, vision=vision)
 
     def observe(params: Mapping[str, Array]) -> None:
-        if texts:
-            engine.cache_scales = calibrate(
-                engine.target, params, texts, cache_dtype="int8" if asked.cache_dtype == "int8" else "fp8",
-                reach=engine.scale_range, ranks=engine.programs.ranks,
-            )  # fmt: skip
+        engine.cache_scales = calibrate(
+            engine.target, params, texts, cache_dtype="int8" if asked.cache_dtype == "int8" else "fp8",
+            reach=engine.scale_range, ranks=engine.programs.ranks,
+        )  # fmt: skip
 
     compiled = start_compiling(reading_jobs(engine.weights), in_order=False)
     compiled += start_compiling(() if ahead is None else ahead(model).first_jobs())
@@ -294,7 +293,7 @@ def load(
             progress_bar(total=total, desc="weights", unit="array", disable=not progress) as bar,
         ):
             weights = read_weights(
-                target, drafter, engine.dtype, asked.weight_dtype, asked.draft_weight_dtype, observe,
+                target, drafter, engine.dtype, asked.weight_dtype, asked.draft_weight_dtype, observe if texts else None,
                 rows=cycle_rows(asked.max_batch, engine.draft), ranks=engine.programs.ranks, arrived=bar.update,
             )  # fmt: skip
             outputs = target.config, weights["target"], asked.attention_output, engine.programs.ranks

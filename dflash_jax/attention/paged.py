@@ -273,8 +273,9 @@ class PagedAttend:
         expands = self.form.expands(tokens, heads=heads, rank=rank, nope=nope, value=layer.w_uv.shape[1])
         if self.dealt > 1 and not expands and tokens <= most_queries(self.dealt, self.interleave):
             return absorbed_over_ranks(
-                layer, q_nope, q_pe, pool, self.page_table, self.seq_lens, self.q_lens, self.dealt, self.interleave
-            )
+                layer, q_nope, q_pe, pool, self.page_table, self.seq_lens, self.q_lens, self.dealt, self.interleave,
+                latent_scale=scale,
+            )  # fmt: skip
         if self.dealt == 1 and not expands:
             return absorbed_attention(
                 layer,

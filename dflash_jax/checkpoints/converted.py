@@ -70,14 +70,19 @@ class Checkpoint(Protocol):
         ...
 
     def load(
-        self, dtype: str | None = None, ranks: Ranks | None = None, arrived: Callable[[], Any] | None = None
-    ) -> dict[str, jax.Array]:
+        self,
+        dtype: str | None = None,
+        ranks: Ranks | None = None,
+        arrived: Callable[[], Any] | None = None,
+        keep: Callable[[str, jax.Array], Any] | None = None,
+    ) -> dict[str, Any]:
         """Every parameter on the default device. Host memory stays below twice the largest array plus 300 MB.
 
         Args:
           dtype: what parameters without a fixed dtype become; None keeps the stored one.
           ranks: devices that share them: each gets its share alone. Host memory stays below three times the largest array then.
           arrived: called for each parameter that is on its way to the device.
+          keep: makes of a parameter, given by name, what stands in its place, as soon as it is there.
         """
         ...
 
@@ -141,21 +146,26 @@ class Converted:
         read_ahead([self.folder / name for name in self.marker["outputs"] if name.startswith(f"{PARAMS}/")])
 
     def load(
-        self, dtype: str | None = None, ranks: Ranks | None = None, arrived: Callable[[], Any] | None = None
-    ) -> dict[str, jax.Array]:
+        self,
+        dtype: str | None = None,
+        ranks: Ranks | None = None,
+        arrived: Callable[[], Any] | None = None,
+        keep: Callable[[str, jax.Array], Any] | None = None,
+    ) -> dict[str, Any]:
         """See `Checkpoint.load`."""
         check_dtype(dtype)
-        params: dict[str, jax.Array] = {}
+        params: dict[str, Any] = {}
         declared = {parameter.name: parameter for parameter in self.parameters}
         for arrays in self.groups():
             for name in list(arrays):
                 array = arrays.pop(name)
                 one = declared[name]
                 checked = self._checked(name, array, one.dtype or dtype or array.dtype)
-                params[name] = jax.device_put(checked) if ranks is None else ranks.placed(one, checked)
+                sent = jax.device_put(checked) if ranks is None else ranks.placed(one, checked)
                 # Frees the host's copy before the next array needs room for its own.
-                params[name].block_until_ready()
-                del array, checked
+                sent.block_until_ready()
+                params[name] = sent if keep is None else keep(name, sent)
+                del array, checked, sent
                 if arrived is not None:
                     arrived()
         return params

@@ -84,22 +84,30 @@ class HuggingFaceCheckpoint:
             )
 
     def load(
-        self, dtype: str | None = None, ranks: Ranks | None = None, arrived: Callable[[], Any] | None = None
-    ) -> dict[str, jax.Array]:
+        self,
+        dtype: str | None = None,
+        ranks: Ranks | None = None,
+        arrived: Callable[[], Any] | None = None,
+        keep: Callable[[str, jax.Array], Any] | None = None,
+    ) -> dict[str, Any]:
         """See `dflash_jax.checkpoints.converted.Checkpoint.load`."""
         check_dtype(dtype)
-        arrays = [_incoming(step, jnp.dtype(step.parameter.dtype or dtype or step.dtype)) for step in self.plan.steps]
+        order = self.plan.steps
+        if keep is not None:
+            # The largest first: what is kept of the others then fills the memory that those leave.
+            order = sorted(order, key=lambda step: step.parameter.size, reverse=True)
+        arrays = [_incoming(step, jnp.dtype(step.parameter.dtype or dtype or step.dtype)) for step in order]
         if ranks is None:
-            return place(arrays, arrived=arrived)
-        parameters = {step.parameter.name: step.parameter for step in self.plan.steps}
-        steps = zip(self.plan.steps, arrays, strict=True)
+            return place(arrays, arrived=arrived, keep=keep)
+        parameters = {step.parameter.name: step.parameter for step in order}
+        steps = zip(order, arrays, strict=True)
         shared = [_incoming_shares(step, whole.dtype, ranks) or whole for step, whole in steps]
 
         def send(name: str, array: np.ndarray) -> jax.Array:
             cut = ranks.cut_of(parameters[name])
             return ranks.placed(parameters[name], array) if cut is None else ranks.joined(list(array), cut.axis)
 
-        return place(shared, send, arrived)
+        return place(shared, send, arrived, keep)
 
     def expect(self) -> None:
         """See `dflash_jax.checkpoints.converted.Checkpoint.expect`."""

@@ -48,7 +48,8 @@ def place(
     arrays: Iterable[Incoming],
     send: Callable[[str, np.ndarray], Any] | None = None,
     arrived: Callable[[], Any] | None = None,
-) -> dict[str, jax.Array]:
+    keep: Callable[[str, jax.Array], Any] | None = None,
+) -> dict[str, Any]:
     """Fills all arrays and places them on the default device. Takes at most twice the largest array's bytes on the host.
 
     Raises whatever a part raises.
@@ -56,20 +57,23 @@ def place(
     Args:
       send: starts the way of an array, given by name, to where it belongs; what it copies on the host is beside that.
       arrived: called for each array that is on its way.
+      keep: makes of an array, given by name, what is kept of it. Arrays of which others are kept are on the device as long as they
+        have room on the host.
     """
     waiting = list(arrays)
     threads = min(THREADS, os.cpu_count() or 1)
     with ThreadPoolExecutor(threads, thread_name_prefix="read") as readers, short_turns():
         # A CPU's arrays may be the very memory they were made from, so there each needs its own.
         if jax.default_backend() == "cpu":
-            return _Pipeline(readers, _Fresh(), send, arrived).run(waiting)
-        with _ring(ring_bytes(waiting), readers) as ring:
-            return _Pipeline(readers, ring, send, arrived).run(waiting)
+            return _Pipeline(readers, _Fresh(), send, arrived, keep).run(waiting)
+        with _ring(ring_bytes(array.nbytes for array in waiting), readers) as ring:
+            return _Pipeline(readers, ring, send, arrived, keep).run(waiting)
 
 
-def ring_bytes(arrays: Sequence[Incoming]) -> int:
-    """The memory that all arrays pass through: the largest one's and some beside it, at most twice as much, or all of them."""
-    sizes = [_aligned(array.nbytes) for array in arrays]
+def ring_bytes(nbytes: Iterable[int]) -> int:
+    """The memory that arrays of so many bytes pass through: the largest one's and some beside it, at most twice as much, or all of
+    them."""
+    sizes = [_aligned(size) for size in nbytes]
     largest = max(sizes, default=0)
     return min(sum(sizes), largest + min(largest, SLACK_BYTES))
 
@@ -153,7 +157,7 @@ class _Pipeline:
     """Arrays on their way: first being filled, then travelling, in one order.
 
     Args:
-      send: starts the way of an array, given by name, to where it belongs.
+      send, arrived, keep: see `place`.
     """
 
     def __init__(
@@ -162,8 +166,9 @@ class _Pipeline:
         memory: _Ring | _Fresh,
         send: Callable[[str, np.ndarray], Any] | None = None,
         arrived: Callable[[], Any] | None = None,
+        keep: Callable[[str, jax.Array], Any] | None = None,
     ):
-        self.readers, self.memory, self.send, self.arrived = readers, memory, send, arrived
+        self.readers, self.memory, self.send, self.arrived, self.keep = readers, memory, send, arrived, keep
         self.filling: deque[tuple[Incoming, np.ndarray, list[Future]]] = deque()
         self.travelling: deque[Any] = deque()
         self.placed: dict[str, Any] = {}
@@ -194,7 +199,7 @@ class _Pipeline:
         self.filling.popleft()
         whole = array.reshape(incoming.shape)
         sent = jax.device_put(whole) if self.send is None else self.send(incoming.name, whole)
-        self.placed[incoming.name] = sent
+        self.placed[incoming.name] = sent if self.keep is None else self.keep(incoming.name, sent)
         self.travelling.append(sent)
         if self.arrived is not None:
             self.arrived()

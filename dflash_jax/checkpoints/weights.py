@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array
 
 from dflash_jax.checkpoints.converted import Checkpoint
+from dflash_jax.checkpoints.transfer import ring_bytes
 from dflash_jax.config import DecoderConfig
 from dflash_jax.errors import CheckpointError, ParameterError
 from dflash_jax.execution.draft_head import head_index, index_pays, lists
@@ -28,7 +29,14 @@ from dflash_jax.models.dflash import HEAD_INDEX, SHARED_HEAD
 from dflash_jax.options import RELEASED, WeightDtype
 from dflash_jax.parallel.ranks import Ranks, held, held_bytes, share_config
 from dflash_jax.quantization.mxfp4 import Mxfp4, dequantise_weights
-from dflash_jax.quantization.weights import Quantised, Weight, quantise_shares, quantise_weights
+from dflash_jax.quantization.weights import (
+    Quantised,
+    Weight,
+    quantise_shares,
+    quantise_weights,
+    rounding,
+    rounding_jobs,
+)
 
 type Shapes = dict[str, dict[str, Any]]
 
@@ -179,30 +187,52 @@ def weight_bytes(weights: Mapping[str, Mapping[str, Any]]) -> int:
     return held_bytes(weights)
 
 
-def reading_bytes(stored: Shapes, kept: Shapes) -> int:
+def rounded_on_arrival(
+    models: Sequence[tuple[DecoderConfig, Family]],
+    weight_dtype: WeightDtype | None,
+    draft_weight_dtype: WeightDtype | None = None,
+    *,
+    observed: bool = False,
+) -> frozenset[str]:
+    """Roles of the models of which `read_weights` rounds each matrix as soon as it is there.
+
+    Others are there whole first: those of whose arrays others are made, and a target that somebody looks at as it was (`observed`).
+    """
+    kinds: dict[str, WeightDtype | None] = {"target": weight_dtype, "draft": draft_weight_dtype or weight_dtype}
+    return frozenset(
+        family.role
+        for _, family in models
+        if _rounds(kinds[family.role]) and family.derive is None and not (observed and family.role == "target")
+    )
+
+
+def reading_bytes(stored: Shapes, kept: Shapes, arriving: frozenset[str] = frozenset()) -> int:
     """The most that `read_weights` holds at a time on the device.
 
     A model is there whole before its matrices are rounded or dequantised, a drafter beside the target as it is kept, and one array
-    is made at a time.
+    is made at a time. Of a model that is rounded as it arrives there are, beside what is kept, the arrays that are on their way.
 
     Args:
       stored: of `stored_shapes`; `kept` of `weight_shapes`.
+      arriving: of `rounded_on_arrival`.
     """
     held, most = 0, 0
     for role, table in stored.items():
-        made = 0 if kept[role] == table else max(weight_bytes({role: {name: one}}) for name, one in kept[role].items())
-        most = max(most, held + max(weight_bytes({role: table}), weight_bytes({role: kept[role]})) + made)
-        held += weight_bytes({role: kept[role]})
+        whole, rounded = weight_bytes({role: table}), weight_bytes({role: kept[role]})
+        made = 0 if kept[role] == table else max(weight_bytes({role: {"": one}}) for one in kept[role].values())
+        on_the_way = ring_bytes(weight_bytes({role: {"": one}}) for one in table.values())
+        most = max(most, held + made + (rounded + on_the_way if role in arriving else max(whole, rounded)))
+        held += rounded
     return most
 
 
 def reading_jobs(kept: Mapping[str, Mapping[str, Any]]) -> list[Callable[[], Any]]:
-    """What compiles the programs that `read_weights` makes weights of these shapes with, where they are not rounded.
+    """What compiles the programs that `read_weights` makes weights of these shapes with.
 
     Beside larger programs, which are compiled while weights are read, each takes half a second or more: they are worth being there
     before the weights are.
     """
-    jobs = blocking_jobs(kept)
+    jobs = blocking_jobs(kept) + rounding_jobs(kept)
     if HEAD_INDEX in kept.get("draft", {}):
         head = _head(kept["target"])
         if not isinstance(head.sharding, NamedSharding):
@@ -224,6 +254,8 @@ def read_weights(
 ) -> dict[str, dict[str, Weight]]:
     """Weights on the device, one array after the other, and one model in eight bits before the other is read.
 
+    A matrix is rounded as soon as it is there where `rounded_on_arrival` says so.
+
     Args:
       dtype: of all weights, but those of which a family fixes it.
       weight_dtype: of large matrices, see `quantise_weights`.
@@ -234,12 +266,17 @@ def read_weights(
       ranks: devices that share the weights, each of which gets its share alone.
       arrived: called for each parameter of the checkpoints that is on its way to the device.
     """
-    params = _derived(target.config, target.family, target.load(dtype.name, ranks, arrived), ranks)
-    if observe is not None:
-        observe(params)
-    if ranks is None and _tiled(target.config, dtype, weight_dtype):
-        check_scales(params)
-    weights = {"target": _kept(target.config, dtype, rows, params, weight_dtype, ranks)}
+    one = [(target.config, target.family)]
+    if _rounds(weight_dtype) and rounded_on_arrival(one, weight_dtype, observed=observe is not None):
+        keep = rounding(stored_shapes(one, dtype, ranks=ranks)["target"], weight_dtype, ranks)
+        weights = {"target": target.load(dtype.name, ranks, arrived, keep)}
+    else:
+        params = _derived(target.config, target.family, target.load(dtype.name, ranks, arrived), ranks)
+        if observe is not None:
+            observe(params)
+        if ranks is None and _tiled(target.config, dtype, weight_dtype):
+            check_scales(params)
+        weights = {"target": _kept(target.config, dtype, rows, params, weight_dtype, ranks)}
     if drafter is not None:
         params = drafter.load(dtype.name, ranks, arrived)
         check_draft_vocabulary(drafter.config, params)
@@ -326,8 +363,7 @@ def _copied_head(
             return {}
         if ranks is None:
             return {HEAD_INDEX: _index(head)}
-        axis = None if len(head) == config.vocab_size else 0
-        return ranks.each(lambda own: {HEAD_INDEX: head_index(own[""])}, {"": head}, axis=axis)
+        return ranks.each(lambda own: {HEAD_INDEX: head_index(own[""])}, {"": head}, axis=ranks.axis_of(head))
     copied = {SHARED_HEAD: head}
     return quantise_weights(copied, kind) if ranks is None else quantise_shares(copied, kind, ranks)
 

@@ -15,6 +15,7 @@ from dflash_jax.checkpoints.weights import (
     check_released,
     reading_bytes,
     released,
+    rounded_on_arrival,
     spread,
     stored_shapes,
     weight_bytes,
@@ -114,9 +115,12 @@ def plan_engine(target: Checkpoint, drafter: Checkpoint | None, options: LoadOpt
         raise ParameterError(
             f"several processes do not share {target.family.name} yet, whose states begin on the host: take the GPUs of one host"
         )
+    arriving = rounded_on_arrival(
+        pair, options.weight_dtype, options.draft_weight_dtype, observed=bool(len(options.calibration))
+    )
     try:
         memory = plan_for(
-            engine, reading_bytes(stored, weights), options.num_pages, options.state_snapshots,
+            engine, reading_bytes(stored, weights, arriving), options.num_pages, options.state_snapshots,
             tower=None if tower is None else (weight_bytes({"": tower_shapes(tower, kind)}), seeing_bytes(tower.config, kind)),
         )  # fmt: skip
     except CapacityError as error:

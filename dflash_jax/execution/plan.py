@@ -63,6 +63,9 @@ MOST_BLOCKED_ROWS = 512
 ONE_GRAPH = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,WHILE",
     "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
+    # A kernel that reads a part of an array, as proposals of one sequence do, would be one launch with that: no graph takes it, and
+    # the loop would not be one.
+    "xla_gpu_enable_dynamic_slice_fusion": False,
 }
 # Beside that, for as many rows of a dense model in bfloat16 as let XLA multiply onto the residual stream (`dense_onto`): one call
 # of cuBLAS each. Where XLA weighs Triton's products as well, the addition may end up apart.
@@ -163,12 +166,14 @@ class CallShape:
       dtype: of activations.
       pages: what attention reads and writes; None where that are no pages of heads, or where several rows may be of one sequence,
         so that none may attend before all are written.
+      exchanges: whether devices that share the layers would add up in the package's own kernels, if these run them.
     """
 
     sequences: int
     tokens: int
     dtype: jnp.dtype
     pages: PageShape | None = None
+    exchanges: bool = False
 
     @property
     def rows(self) -> int:
@@ -250,6 +255,7 @@ def choose(
         dtype = call.dtype.name
         layout: Layout = "rows" if reason is not None else "column_blocks"
         weights = WeightFormat(dtype, layout=layout, plain=dtype == "bfloat16")
+    call = replace(call, exchanges=ranks > 1 and apart is None)
     runner: Runner = "plain"
     for name, refuse in _RUNNERS.items():
         reason = _ranks_refusal(name, exchange=apart is None) if ranks > 1 else None
@@ -383,7 +389,8 @@ def _fused_dense_refusal(traits: LayerTraits, call: CallShape, weights: WeightFo
         return "weights are quantized"
     if weights.layout == "column_blocks":
         return None  # which only these kernels multiply
-    if call.rows < TILE_ROWS and traits.hidden >= WIDE:
+    # What XLA multiplies faster is added up by collectives, with which a loop is no graph.
+    if call.rows < TILE_ROWS and traits.hidden >= WIDE and not call.exchanges:
         return (
             f"{call.rows} rows fill no tile of {TILE_ROWS}, and XLA's products of layers of {traits.hidden} are faster"
         )

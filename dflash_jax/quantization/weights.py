@@ -119,6 +119,27 @@ def quantise(matrix: Float[Array, "F D"], kind: WeightDtype, *, across: bool = F
     return Quantised(values, scales, jnp.dtype(matrix.dtype), paired, kind == "fp8_dynamic", doubled=doubled)
 
 
+_quantised = jax.jit(quantise, static_argnames=("kind", "doubled"))
+
+
+def rounding_jobs(weights: Mapping[str, Mapping[str, Any]]) -> list[Callable[[], Any]]:
+    """What compiles the programs with which `quantise_weights` makes weights of these shapes, where one device has them all."""
+    every = (one for table in weights.values() for one in table.values() if isinstance(one, Quantised))
+    alone = [one for one in every if getattr(one.values, "sharding", None) is None]
+    cases = {(one.shape, one.dtype, _kind(one), one.doubled) for one in alone}
+    return [partial(_compile, *case) for case in sorted(cases, key=str)]
+
+
+def _compile(shape: tuple[int, ...], dtype: jnp.dtype, kind: WeightDtype, doubled: int) -> None:
+    _quantised.lower(jax.ShapeDtypeStruct(shape, dtype), kind=kind, doubled=doubled).compile()
+
+
+def _kind(matrix: Quantised) -> WeightDtype:
+    if matrix.values.dtype == jnp.int8:
+        return "int8"
+    return "fp8_dynamic" if matrix.dynamic else "fp8"
+
+
 def _nearest(wide: Float[Array, "F D"], kind: WeightDtype, *, across: bool) -> tuple[Array, Float[Array, "F"]]:
     """The numbers of eight bits nearest to a matrix in float32, and the scale of each row."""
     dtype, largest = _FORMATS[kind]
@@ -177,29 +198,47 @@ def quantise_weights(params: dict[str, Array], kind: WeightDtype) -> dict[str, W
     What stays as it is moves as well. Norms left between the places of large matrices would cut the memory that becomes free into
     pieces, too small for the pages that are planned there.
     """
-    jitted = jax.jit(quantise, static_argnames=("kind", "doubled"))
-    result, doubled = dict[str, Weight](), _doubled_rows(params)
+    result, rounded_one = dict[str, Weight](), rounding(params, kind)
     for name in list(params):
         array = params.pop(name)
-        rounds_it = _is_rounded(name)
-        result[name] = jitted(array, kind, doubled=doubled.get(name, 0)) if rounds_it else jnp.copy(array)
+        result[name] = rounded_one(name, array) if _is_rounded(name) else jnp.copy(array)
     return result
 
 
 def quantise_shares(params: dict[str, Array], kind: WeightDtype, ranks: Ranks) -> dict[str, Weight]:
     """`quantise_weights` of arrays that ranks share: the same model is rounded in the same way for any number of them."""
-    result, doubled = dict[str, Weight](), _doubled_rows(params)
+    result, rounded_one = dict[str, Weight](), rounding(params, kind, ranks)
     for name in list(params):
-        array = params.pop(name)
-        result[name] = _rounded_share(array, kind, ranks, doubled.get(name, 0)) if _is_rounded(name) else array
+        result[name] = rounded_one(name, params.pop(name))
     return result
+
+
+def rounding(
+    params: Mapping[str, Any], kind: WeightDtype, ranks: Ranks | None = None
+) -> Callable[[str, Array], Weight]:
+    """What makes of one of a model's parameters, given by name, what is kept of it: eight bits of large matrices.
+
+    Args:
+      params: arrays or shapes, of which gates are counted.
+      ranks: devices that share them: the same model is rounded in the same way for any number of them.
+    """
+    doubled = _doubled_rows(params)
+
+    def rounded_one(name: str, array: Array) -> Weight:
+        if not _is_rounded(name):
+            return array
+        if ranks is None:
+            return _quantised(array, kind=kind, doubled=doubled.get(name, 0))
+        return _rounded_share(array, kind, ranks, doubled.get(name, 0))
+
+    return rounded_one
 
 
 def _is_rounded(name: str) -> bool:
     return name.endswith(_SUFFIXES) and ".experts." not in name
 
 
-def _doubled_rows(params: Mapping[str, Array]) -> dict[str, int]:
+def _doubled_rows(params: Mapping[str, Any]) -> dict[str, int]:
     """How many rows a rank doubles of each matrix that ends with gates."""
     gated = {name: name.removesuffix(_GATED) + _OF_HEADS for name in params if name.endswith(_GATED)}
     return {name: 2 * held_shape(params[of_heads])[0] for name, of_heads in gated.items()}

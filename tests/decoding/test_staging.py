@@ -33,7 +33,7 @@ class Late:
 def send_late(arrays: list[Incoming]) -> dict[str, Late]:
     """All arrays through a ring to a device that takes its time."""
     with ThreadPoolExecutor(4) as readers:
-        ring = staging._Ring(np.full(staging.ring_bytes(arrays), 255, np.uint8))
+        ring = staging._Ring(np.full(staging.ring_bytes(array.nbytes for array in arrays), 255, np.uint8))
         return staging._Pipeline(readers, ring, send=lambda _, array: Late(array)).run(arrays)
 
 

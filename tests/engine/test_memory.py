@@ -1,5 +1,6 @@
 """What is planned before anything is loaded, and what is said when memory runs out all the same."""
 
+import gc
 import json
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,15 @@ import pytest
 import dflash_jax as dj
 from dflash_jax.cache import page_bytes
 from dflash_jax.checkpoints.pair import open_pair
-from dflash_jax.checkpoints.weights import read_weights, reading_bytes, round_weights, weight_bytes, weight_shapes
+from dflash_jax.checkpoints.weights import (
+    read_weights,
+    reading_bytes,
+    round_weights,
+    rounded_on_arrival,
+    stored_shapes,
+    weight_bytes,
+    weight_shapes,
+)
 from dflash_jax.cli.commands import main
 from dflash_jax.cli.info import _measured, collect
 from dflash_jax.engine import planning
@@ -25,10 +34,11 @@ from dflash_jax.engine.memory import (
     size,
     workspace_bytes,
 )
+from dflash_jax.models import family_named
 from dflash_jax.models.dflash import SHARED_HEAD
 from dflash_jax.models.presets import DEEPSEEK_TARGETS, DRAFTERS, GEMMA4_TARGETS, SPARSE_TARGETS, TARGETS
 from dflash_jax.options import LoadOptions
-from dflash_jax.quantization.weights import quantise_weights
+from dflash_jax.quantization.weights import quantise_weights, rounding
 
 GIB = 1 << 30
 PAIR = [(one.config, one.family) for one in open_pair() if one is not None]
@@ -146,32 +156,68 @@ def test_weights_in_eight_bits_leave_room_for_pages(monkeypatch):
         assert 0 <= narrow.left < narrow.page
 
 
-def test_what_weights_take_while_they_are_read(monkeypatch):
-    """All arrays that are alive whenever another is taken: never more than was planned, and the target's are gone in time."""
-    before, seen = jax.live_arrays(), []
+@pytest.mark.parametrize("looked_at", [False, True])
+def test_what_weights_take_while_they_are_read(monkeypatch, looked_at):
+    """All arrays that are alive whenever another is rounded: never more than was planned. A target that nobody looks at is never
+    whole in its own dtype; one that somebody does is, and is gone before the drafter is read."""
+    before, seen = jax.live_arrays(), {"arriving": list[int](), "target": list[int](), "draft": list[int]()}
     known = {id(array) for array in before}
 
     def alive() -> int:
+        gc.collect()
         return sum(array.nbytes for array in jax.live_arrays() if id(array) not in known)
 
     class Watched(dict):
         def pop(self, *args):
-            seen[-1].append(alive())
+            seen["draft" if "fc.weight" in self or seen["draft"] else "target"].append(alive())
             return super().pop(*args)
 
     def watched(params, kind):
-        seen.append([])
         params, _ = Watched(params), params.clear()
         return quantise_weights(params, kind)
 
+    def watched_one(*args):
+        keep = rounding(*args)
+
+        def kept_one(name, array):
+            kept = jax.block_until_ready(keep(name, array))
+            seen["arriving"].append(alive())
+            return kept
+
+        return kept_one
+
     stored, kept = (weight_shapes(PAIR, jnp.dtype("float32"), kind) for kind in (None, "int8"))
     monkeypatch.setattr("dflash_jax.checkpoints.weights.quantise_weights", watched)
-    weights = read_weights(*open_pair(), jnp.dtype("float32"), "int8")
-    planned, sizes = reading_bytes(stored, kept), {role: weight_bytes({"": stored[role]}) for role in stored}
-    assert [one[0] for one in seen] == [sizes["target"], sizes["draft"] + weight_bytes({"": kept["target"]})]
-    assert max(map(max, seen)) <= planned < sum(sizes.values())
+    monkeypatch.setattr("dflash_jax.checkpoints.weights.rounding", watched_one)
+    looks: dict = {"observe": lambda params: None} if looked_at else {}
+    weights = read_weights(*open_pair(), jnp.dtype("float32"), "int8", **looks)
+    arriving = rounded_on_arrival(PAIR, "int8", observed=looked_at)
+    assert arriving == (set() if looked_at else {"target"})
+    planned, sizes = reading_bytes(stored, kept, arriving), {role: weight_bytes({"": stored[role]}) for role in stored}
+    beside = sizes["draft"] + weight_bytes({"": kept["target"]})
+    if looked_at:
+        assert not seen["arriving"]
+        assert seen["target"][0] == sizes["target"]
+    else:
+        assert not seen["target"]
+        assert len(seen["arriving"]) == len(kept["target"])
+        alone = [{"target": one["target"]} for one in (stored, kept)]
+        assert max(seen["arriving"]) <= reading_bytes(alone[0], alone[1], arriving)
+        assert max(seen["arriving"]) < sizes["target"]
+    assert seen["draft"][0] == beside
+    assert max(map(max, filter(None, seen.values()))) <= planned < sum(sizes.values())
     assert alive() == weight_bytes(weights) == weight_bytes(kept)
     assert reading_bytes(stored, stored) == sum(sizes.values())
+
+
+def test_a_large_model_in_eight_bits_never_takes_its_sixteen():
+    """Qwen3-32B: 33 GB of weights, where the largest matrix takes 1.6 GB while it is read."""
+    models: Any = [(TARGETS["Qwen3-32B"], family_named("qwen3"))]
+    kept = weight_shapes(models, jnp.dtype("bfloat16"), "fp8")
+    stored = stored_shapes(models, jnp.dtype("bfloat16"))
+    assert 32e9 < weight_bytes(kept) < 34e9
+    assert reading_bytes(stored, kept) > 64e9
+    assert reading_bytes(stored, kept, rounded_on_arrival(models, "fp8")) < weight_bytes(kept) + 3e9
 
 
 def test_a_model_that_is_not_rounded_is_not_copied_while_it_is_read():
