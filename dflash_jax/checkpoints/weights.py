@@ -363,8 +363,7 @@ def _copied_head(
             return {}
         if ranks is None:
             return {HEAD_INDEX: _index(head)}
-        axis = None if len(head) == config.vocab_size else 0
-        return ranks.each(lambda own: {HEAD_INDEX: head_index(own[""])}, {"": head}, axis=axis)
+        return ranks.each(lambda own: {HEAD_INDEX: head_index(own[""])}, {"": head}, axis=ranks.axis_of(head))
     copied = {SHARED_HEAD: head}
     return quantise_weights(copied, kind) if ranks is None else quantise_shares(copied, kind, ranks)
 
