@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from dflash_kernels import (
     RankExchange,
     add_norm,
+    add_norm_dense,
+    add_norm_dense_refusal,
     add_norm_scores,
     dense_parts,
     dense_refusal,
@@ -19,6 +21,7 @@ from dflash_kernels import (
 )
 from jaxtyping import Array, Float
 
+from dflash_jax.execution import switches
 from dflash_jax.execution.fused_dense import multiplied, summed_norm
 from dflash_jax.models.layers import Cache, Linear, Norm, Rotary, linear
 from dflash_jax.parallel.collectives import ranks_here, reduced
@@ -42,19 +45,33 @@ def run_fused_moe(
     rows = x.shape[0] * x.shape[1]
     exchange = routed_experts_exchange(max(layer.mlp.experts.count if layer.mlp.routed else 0 for layer in layers))
     stream, normed, streams = x.reshape(rows, -1), normed.reshape(rows, -1), []
+    projected = multiplied(layers[0].mixer.projections[0], normed)
     for layer, later in zip(layers, (*layers[1:], None), strict=True):
-        first, last = layer.mixer.projections
-        projected = multiplied(first, normed)
+        last = layer.mixer.projections[1]
         mixed, cache = layer.mixer.mix(projected.reshape(*x.shape[:-1], -1), rotary, attend, cache)
         parts = _projected(last, mixed.reshape(rows, -1), meets=ranks is None)
         stream, parts = _fed(layer, parts, stream, exchange, ranks)
         after = norm if later is None else later.input_norm
-        if ranks is not None:
-            stream, normed = summed_norm(parts, stream, after, ranks)
+        following = None if later is None else later.mixer.projections[0]
+        if ranks is None and following is not None and _together(following, rows, x.dtype):
+            stream, product = add_norm_dense(parts, stream, matrix=following.weight[...], **_weight(after))
+            projected = following.of_product(product)
         else:
-            stream, normed = add_norm(parts, stream, **_weight(after))
+            if ranks is not None:
+                stream, normed = summed_norm(parts, stream, after, ranks)
+            else:
+                stream, normed = add_norm(parts, stream, **_weight(after))
+            projected = normed if following is None else multiplied(following, normed)
         streams.append(stream.reshape(x.shape))
     return streams, normed.reshape(x.shape), cache
+
+
+def _together(projection: Linear, rows: int, dtype: Any) -> bool:
+    """Whether a norm and the projection after it are one launch."""
+    weight = projection.weight[...]
+    if not switches.NORM_PRODUCT or not isinstance(weight, jax.Array) or weight.dtype != dtype:
+        return False
+    return add_norm_dense_refusal(rows, dtype, features=weight.shape[0], depth=weight.shape[1]) is None
 
 
 def _projected(layer: Linear, x: Float[Array, "M F"], *, meets: bool) -> Float[Array, "S M D"]:

@@ -25,7 +25,7 @@ def add_norm(
 
     def body(parts, before, weight, residual, normed):
         row = lax.axis_index("row")
-        residual.at[row][...], normed.at[row][...] = _add_norm_row(parts, before, weight, row, eps, zero_centered)
+        residual.at[row][...], normed.at[row][...] = add_norm_row(parts, before, weight, row, eps, zero_centered)
 
     out = jax.ShapeDtypeStruct(residual.shape, residual.dtype)
     return row_kernel(body, "add_norm", residual.shape[:1], (out, out), interpret)(parts, residual, weight)
@@ -42,7 +42,7 @@ def add_norm_scores(
         # Asked for before anything else: they do not depend on what the kernel before leaves.
         places = [first + index for index in range(SCORES)]
         scorers = [_load(scorer.at[place if whole else jnp.minimum(place, count - 1)]) for place in places]
-        added, scaled = _add_norm_row(parts, before, weight, row, eps, zero_centered)
+        added, scaled = add_norm_row(parts, before, weight, row, eps, zero_centered)
 
         @pl.when(first == 0)
         def _():
@@ -73,7 +73,7 @@ def add_norm_float8(
 
     def body(parts, before, weight, residual, words, scales):
         row = lax.axis_index("row")
-        added, normed = _add_norm_row(parts, before, weight, row, eps, zero_centered)
+        added, normed = add_norm_row(parts, before, weight, row, eps, zero_centered)
         store(residual.at[row], added)
         _store_float8(normed.astype(jnp.float32), words, scales, row)
 
@@ -108,7 +108,7 @@ def _load(ref: Any) -> jax.Array:
     return load_row(ref).astype(jnp.float32)
 
 
-def _add_norm_row(
+def add_norm_row(
     parts: Any, before: Any, weight: Any, row: Any, eps: float, zero_centered: bool
 ) -> tuple[jax.Array, jax.Array]:
     """One row of the residual with split-K's partial products added, and its norm."""
