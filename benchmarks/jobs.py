@@ -54,6 +54,10 @@ BENCHMARKS = {
     "verify_32_64": ("verify.py --batch 32 64 --verified 1 4 8 16 --calls 3", 150),
     "bench": ("bench.py --concurrency 1 8 64", 150),
     "bench_fp8_dynamic": ("bench.py --concurrency 8 64 --kinds alone block auto --weight-dtype fp8_dynamic", 120),
+    "bench_mix": (
+        "bench.py --concurrency 8 64 --kinds block auto per_request --imposed-acceptance 2 10 --short-length 0",
+        150,
+    ),
     "exact": ("exact.py --batch 1 8 32", 400),
     "exact_default": ("exact.py --batch 8 --default", 130),
     "cold_start": ("cold_start.py", 120),

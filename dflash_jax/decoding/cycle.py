@@ -167,13 +167,16 @@ def drafted(
                     pick = picker(setup, positions[:, :-1], state, draft_noise)
                     judged = with_noise(setup, state, judged, draft_noise)
                     proposals, draft_law = drafter.head.propose(judged, pick)
-                elif setup.mode == "greedy" and setup.width == setup.offered and not setup.per_request:
-                    # Of all slots: to leave the anchors' rows out would take a copy of the others.
-                    proposals = drafter.proposing(best_proposals(drafter, block, head, index))
-                elif setup.mode == "greedy" and not setup.per_request:
-                    proposals = best_proposals(drafter, proposing, head, index)
-                elif setup.greedy and not setup.per_request and state.adjust is not None:
-                    proposals = adjusted_proposals(drafter, proposing, head, index, state.adjust)
+                elif setup.greedy and not setup.per_request:
+                    whole = setup.width == setup.offered
+                    rows = (
+                        block if whole else proposing
+                    )  # to leave the anchors' rows out would take a copy of the others
+                    if state.adjust is None:
+                        proposals = best_proposals(drafter, rows, head, index)
+                    else:
+                        proposals = adjusted_proposals(drafter, rows, head, index, state.adjust)
+                    proposals = drafter.proposing(proposals) if whole else proposals
                 elif listed is not None:
                     draft_law = Law(*listed)
                     first = jnp.argmax(draft_law.logits, axis=-1, keepdims=True)

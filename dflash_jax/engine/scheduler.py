@@ -764,6 +764,7 @@ class Scheduler:
         self._live: dict[int, Job] = {}
         self._waiting: deque[Job] = deque()
         self._unsent: deque[tuple[Job, Update]] = deque()
+        self._bells: dict[Callable[[], None], None] = {}  # of sinks that have got something
         self._served: Sequence[Job] = ()  # whom the call in hand is for
         self._most_slots = 0
         self._spent = 0  # tokens of prompts since the last cycles
@@ -1224,7 +1225,9 @@ class Scheduler:
         if hurries:
             for job, update in self._unsent:
                 job.take(update)
-        self._send(len(ended) if hurries else len(found))  # from here on an interrupt loses none of them
+        self._send(len(ended))  # from here on an interrupt loses none of them
+        if not hurries:
+            self._send()
 
     def _hurries(self, batch: Batch) -> bool:
         """Whether the device has nothing behind it that takes long: then nobody is told anything before its next call but those who
@@ -1279,6 +1282,11 @@ class Scheduler:
             if job.ticket in self._live:
                 self._account(job, update, left=left)
             self._unsent.popleft()
+        while self._bells:
+            bell = next(iter(self._bells))
+            with suppress(Exception):  # its loop has been closed: the next update says so to its sink
+                bell()
+            self._bells.pop(bell, None)  # last: an interrupt loses none
 
     def _account(self, job: Job, update: Update, *, left: bool) -> None:
         """Adds an update's tokens to its request, takes its slot if they end it, and sends it."""
@@ -1290,8 +1298,8 @@ class Scheduler:
         if ends and job.slot >= 0 and not left and self.batch is not None:
             self.batch.slots.leave(job)
         try:
-            if (new := update.behind(job.given)) is not None:
-                job.sink(job.ticket, new)
+            if (new := update.behind(job.given)) is not None and (bell := job.sink(job.ticket, new)) is not None:
+                self._bells[bell] = None
         except Exception as error:  # it can take no more
             self.abort(job.ticket)
             with suppress(Exception):

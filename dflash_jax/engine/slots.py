@@ -15,8 +15,12 @@ from dflash_jax.decoding.prefill import Scores
 from dflash_jax.decoding.token_automata import TokenAutomaton
 from dflash_jax.engine.requests import Needs, Request, Update
 
-type Sink = Callable[[int, Update | Exception], None]
-"""Takes what a ticket's request gains, or the error that ended it. Called by the thread that steps: it must not block."""
+type Sink = Callable[[int, Update | Exception], Callable[[], None] | None]
+"""Takes what a ticket's request gains, or the error that ended it. Called by the thread that steps: it must not block.
+
+What it gives back is called once, when all that came together has been sent: to wake a reader at each update would hand Python from
+thread to thread as often.
+"""
 
 
 def no_sink(ticket: int, what: Update | Exception) -> None:

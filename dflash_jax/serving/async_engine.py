@@ -1,7 +1,7 @@
 """Generation from asyncio. A thread of the engine's own steps for all loops; each caller awaits its own pieces."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, TypedDict, Unpack, cast, overload
 
@@ -81,23 +81,23 @@ class AsyncRun:
             self._engine.abort(ticket)
         self._open.clear()
 
-    def _put(self, ticket: int, what: Update | Exception) -> None:
+    def _put(self, ticket: int, what: Update | Exception) -> Callable[[], None] | None:
         """The scheduler's thread: text is made here, as a stop string has to end its request at once."""
         writer = self._writers[ticket]
         if ticket not in self._open or writer.finished:
-            return
+            return None
         if isinstance(what, Exception):
             self._open.discard(ticket)
-            self.feed.put(what)
-            return
+            self.feed.put(what)()
+            return None
         if what.start < len(writer.tokens):  # sent again after an interrupt
-            return
+            return None
         piece = writer.write(what)
         if writer.stopped_by_text:
             self._engine.abort(ticket)
         if writer.finished:
             self._open.discard(ticket)
-        self.feed.put(piece)
+        return self.feed.put(piece)
 
 
 class AsyncEngine:
@@ -125,7 +125,7 @@ class AsyncEngine:
         self._closed = True
         for run in list(self._runs):
             run.close()
-            run.feed.put(DFlashError(why))
+            run.feed.put(DFlashError(why))()
         self._runs.clear()
 
     @overload

@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 
 from dflash_jax.text.completion import Piece
@@ -21,11 +22,15 @@ def merged(first: Piece, second: Piece) -> Piece:
     )
 
 
+# Readers that are woken before the loop looks at its sockets again: who was answered first may have asked anew.
+AT_ONCE = 8
+
+
 class Bell:
     """Wakes readers in one loop: once for all that have something since it woke them last, not once for each.
 
     Raises:
-      RuntimeError: by `ring`, where the loop is closed.
+      RuntimeError: by `note` and `ring`, where the loop is closed.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
@@ -33,10 +38,15 @@ class Bell:
         self._rung: deque[asyncio.Event] = deque()
         self._coming = False
 
-    def ring(self, event: asyncio.Event) -> None:
-        """From any thread."""
+    def note(self, event: asyncio.Event) -> None:
+        """Has the next `ring` wake who waits for it. From any thread."""
+        if self._loop.is_closed():
+            raise RuntimeError("Event loop is closed")
         self._rung.append(event)
-        if not self._coming:
+
+    def ring(self) -> None:
+        """From any thread."""
+        if self._rung and not self._coming:
             self._coming = True
             try:
                 self._loop.call_soon_threadsafe(self._wake)
@@ -45,9 +55,14 @@ class Bell:
                 raise
 
     def _wake(self) -> None:
-        self._coming = False  # first: what is appended from here on rings again
-        while self._rung:
+        self._coming = False  # first: what is noted from here on rings again
+        for _ in range(AT_ONCE):
+            if not self._rung:
+                return
             self._rung.popleft().set()
+        if self._rung and not self._coming:
+            self._coming = True
+            self._loop.call_soon(self._wake)
 
 
 class Feed:
@@ -59,15 +74,23 @@ class Feed:
         self._pieces: dict[int, Piece] = {}
         self._error: Exception | None = None
 
-    def put(self, what: Piece | Exception) -> None:
-        """From any thread."""
+    def put(self, what: Piece | Exception) -> Callable[[], None]:
+        """From any thread.
+
+        Returns:
+          What wakes the reader.
+
+        Raises:
+          RuntimeError: its loop is closed.
+        """
         with self._lock:
             if isinstance(what, Exception):
                 self._error = what
             else:
                 before = self._pieces.get(what.index)
                 self._pieces[what.index] = what if before is None else merged(before, what)
-        self._bell.ring(self._event)
+        self._bell.note(self._event)
+        return self._bell.ring
 
     async def take(self, patience: float | None = None) -> list[Piece]:
         """What has come, once something has: at most one piece of each prompt. Raises an error that was put, after the pieces.

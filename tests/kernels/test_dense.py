@@ -155,6 +155,9 @@ def norm_call(parts: int, rows: int, width: int, dtype: Any = jnp.bfloat16) -> t
     )
 
 
+ROUNDED_LAST = {"eps": EPS, "rounds_last": True}
+
+
 def check_norm(call: tuple[jax.Array, ...], out: tuple[jax.Array, jax.Array]) -> None:
     parts, stream, weight = (np.asarray(x, np.float64) for x in call)
     true = stream + parts.sum(axis=0)
@@ -164,19 +167,37 @@ def check_norm(call: tuple[jax.Array, ...], out: tuple[jax.Array, jax.Array]) ->
         assert np.abs(wide - expected).max() <= 3 * float(jnp.finfo(found.dtype).eps) * np.abs(expected).max()
 
 
+@pytest.mark.parametrize("width", [512, 960])
 @pytest.mark.parametrize("parts", [1, 4])
-def test_add_norm(parts: int) -> None:
-    call = norm_call(parts, 3, 512)
+def test_add_norm(parts: int, width: int) -> None:
+    """Rows of whole vectors of all threads, and rows that are padded to such."""
+    call = norm_call(parts, 3, width)
     check_norm(call, launch_add_norm(*call, eps=EPS, interpret=INTERPRET))
     check_norm(call, add_norm(*call, eps=EPS, implementation="xla"))
-    wide = norm_call(parts, 3, 512, jnp.float32)
+
+
+def test_norms_that_are_rounded_last() -> None:
+    """As a model does whose norms have weights in float32: the same bits, where both norm the same stream."""
+    call = norm_call(1, 3, 960)
+    stream, found = launch_add_norm(*call, **ROUNDED_LAST, interpret=INTERPRET)
+    wide = stream.astype(jnp.float32)
+    true = wide * jax.lax.rsqrt((wide * wide).mean(-1, keepdims=True) + EPS) * call[2].astype(jnp.float32)
+    for one in (found, add_norm(*call, **ROUNDED_LAST, implementation="xla")[1]):
+        np.testing.assert_allclose(np.asarray(one, np.float32), true, rtol=2**-8)
+
+
+def test_add_norm_of_float32() -> None:
+    wide = norm_call(4, 3, 512, jnp.float32)
     check_norm(wide, add_norm(*wide, eps=EPS, implementation="xla"))
 
 
-def check_scores(call: tuple[jax.Array, ...], scorer: jax.Array, out: tuple[jax.Array, ...]) -> None:
+def check_scores(
+    call: tuple[jax.Array, ...], scorer: jax.Array, out: tuple[jax.Array, ...], bias: jax.Array | None = None
+) -> None:
     """Scores are products of the norm that is given beside them."""
     check_norm(call, (out[0], out[1]))
     true = np.asarray(out[1], np.float64) @ np.asarray(scorer, np.float64).T
+    true = true if bias is None else true + np.asarray(bias, np.float64)
     assert out[2].dtype == jnp.float32
     np.testing.assert_allclose(np.asarray(out[2]), true, rtol=0, atol=1e-5 * np.abs(true).max())
 
@@ -187,6 +208,15 @@ def test_add_norm_scores(rows: int, experts: int) -> None:
     call, scorer = norm_call(2, rows, 512), make("store", 1, experts, 512)[1]
     check_scores(call, scorer, launch_add_norm_scores(*call, scorer, eps=EPS, interpret=INTERPRET))
     check_scores(call, scorer, add_norm_scores(*call, scorer, eps=EPS, implementation="xla"))
+
+
+@pytest.mark.parametrize("rows", [3, 17])
+def test_add_norm_scores_with_a_bias(rows: int) -> None:
+    """Rows that are padded, rounded last."""
+    call, scorer = norm_call(2, rows, 960), make("store", 1, 8, 960)[1]
+    bias = jax.random.normal(jax.random.key(0), (8,)).astype(jnp.bfloat16)
+    check_scores(call, scorer, launch_add_norm_scores(*call, scorer, bias, **ROUNDED_LAST, interpret=INTERPRET), bias)
+    check_scores(call, scorer, add_norm_scores(*call, scorer, bias, **ROUNDED_LAST, implementation="xla"), bias)
 
 
 def check_product(
@@ -210,7 +240,7 @@ def check_product(
 def test_add_norm_dense(features: int, depth: int, ctas: int, zero_centered: bool) -> None:
     """Tiles of one matrix instruction's rows and of more, last ones that begin inside the one before, several of a CTA."""
     call, matrix = norm_call(9, 1, depth), make("store", 1, features, depth)[1]
-    options: dict[str, Any] = {"eps": EPS, "zero_centered": zero_centered}
+    options: dict[str, Any] = {"eps": EPS, "zero_centered": zero_centered, "rounds_last": zero_centered}
     found = launch_add_norm_dense(*call, matrix, **options, multiprocessors=ctas, interpret=INTERPRET)
     check_product(call, matrix, found, zero_centered=zero_centered)
     check_product(
@@ -302,8 +332,10 @@ def test_refusals_name_their_reason() -> None:
             launch("store", *arguments, multiprocessors=132)
     with pytest.raises(NotImplementedError, match="7 rows are padded to 8"):
         launch_best(x[:7], weight, multiprocessors=132)
-    with pytest.raises(NotImplementedError, match="rows of a multiple of 512, not bfloat16 of 256"):
-        launch_add_norm(*norm_call(1, 2, 256), eps=EPS)
+    with pytest.raises(
+        NotImplementedError, match="rows of a multiple of 512, or of 64 a tenth below one, not bfloat16 of 896"
+    ):
+        launch_add_norm(*norm_call(1, 2, 896), eps=EPS)
     # XLA's result would be float32, and a result's dtype must not hang on who computes it.
     parts, stream, norm = norm_call(1, 2, 512)
     with pytest.raises(NotImplementedError, match="a norm's weight in the stream's dtype, bfloat16, not float32"):
@@ -385,7 +417,7 @@ def test_full_size_add_norm_dense(features: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("width", [2560, 4096])
+@pytest.mark.parametrize("width", [2560, 2880, 4096])
 def test_full_size_add_norm(width: int) -> None:
     for parts in (1, 2, 4):
         call = norm_call(parts, 512, width)
@@ -393,9 +425,12 @@ def test_full_size_add_norm(width: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("rows", "experts"), [(1, 128), (16, 128), (33, 128), (1, 257), (16, 513)])
-def test_full_size_scores(rows: int, experts: int) -> None:
-    call, scorer = norm_call(8, rows, 2048), make("store", 1, experts, 2048)[1]
+@pytest.mark.parametrize(
+    ("rows", "experts", "width"),
+    [(1, 128, 2048), (16, 128, 2048), (33, 128, 2048), (1, 257, 2048), (16, 513, 2048), (8, 32, 2880)],
+)
+def test_full_size_scores(rows: int, experts: int, width: int) -> None:
+    call, scorer = norm_call(8, rows, width), make("store", 1, experts, width)[1]
     found = add_norm_scores(*call, scorer, eps=EPS, implementation="mosaic_gpu")
     check_scores(call, scorer, found)
     again = add_norm_scores(*call, scorer, eps=EPS, implementation="mosaic_gpu")

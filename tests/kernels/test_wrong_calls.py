@@ -45,7 +45,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "quantize_tensor": {"x": ones((3, 16)), "scale": 1.0},
     "quantize_groups": {"x": ones((3, 16)), "group": 8},
     "quantize_nvfp4": {"x": ones((3, 16)), "global_scale": 1.0},
-    **{op: {"x": ROWS, "weight": ones((4, 6))} for op in ("dense", "dense_gated", "dense_parts", "dense_best")},
+    **{op: {"x": ROWS, "weight": ones((4, 6))} for op in ("dense", "dense_gated", "dense_parts", "dense_best", "few_linear")},
     "dense_onto": {"x": ROWS, "weight": ones((4, 6)), "stream": STREAM, "norm": STREAM[0], "eps": EPS},
     "float8_rows": {"x": ones((3, 16))},
     **{op: {"x": EIGHT, "weight": ones((4, 6), jnp.float8_e4m3fn), "scales": ones(4)} for op in FLOAT8},

@@ -141,7 +141,7 @@ def test_an_impatient_reader_gets_nothing_and_loses_nothing():
         began = time.perf_counter()
         assert await feed.take(0.05) == []
         assert time.perf_counter() - began >= 0.05
-        asyncio.get_running_loop().call_later(0.05, feed.put, Piece(0, "a", [1]))
+        asyncio.get_running_loop().call_later(0.05, lambda: feed.put(Piece(0, "a", [1]))())
         assert [piece.text for piece in await feed.take(20.0)] == ["a"]
         feed.put(Piece(0, "b", [2]))
         assert [piece.text for piece in await feed.take(0.0)] == ["b"]

@@ -11,6 +11,7 @@ from jsonschema import Draft202012Validator
 from dflash_jax.decoding.grammar_masks import Follower, Grammar, masks_of
 from dflash_jax.decoding.token_automata import FREE, made
 from dflash_jax.sampling_params import WHITE_SPACE, Structured
+from dflash_jax.text.answers.call_grammars import call_grammar
 from dflash_jax.text.regular import expressions, tokens
 from dflash_jax.text.regular.expressions import NotRegular, automaton
 from dflash_jax.text.regular.oracle import compare
@@ -174,11 +175,47 @@ def test_choices_are_tables(tokenizer, vocabulary):
     assert texts == {"red", "green", 'q"\n', "re", "日本"}
 
 
+FUNCTIONS = [
+    {"name": "paint", "parameters": {
+        "type": "object", "required": ["size"], "additionalProperties": False,
+        "properties": {"name": {"type": "string"}, "size": {"type": "integer"}, "red": {"enum": ["red", "gr"]}},
+    }},
+    {"name": "éclat", "parameters": {"type": "object", "properties": {}, "additionalProperties": False}},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("form", ["hermes", "qwen3_xml"])
+def test_calls_are_tables(tokenizer, vocabulary, form, several):
+    wanted = Structured(grammar=call_grammar(form, FUNCTIONS, several=several))
+    table = table_of(wanted, vocabulary, matcher_of(tokenizer, wanted))
+    for text in drawn_texts(table, 0, count=20):
+        written = b"".join(Tokens.tokens[token] for token in text).decode()
+        calls = written.split("</tool_call>")
+        assert calls[-1] == ""
+        assert several or len(calls) == 2
+        assert all(call.removeprefix("\n").startswith("<tool_call>\n") for call in calls[:-1])
+
+
+def test_texts_end_where_their_suffix_first_stands(tokenizer, vocabulary):
+    """The beginning of a suffix may be the beginning of its own end."""
+    for suffix in ("ababc", "\n</a>\n", "aa", "é\n", "x"):
+        wanted = Structured(grammar=f'start: "<" text ">"\ntext[suffix={json.dumps(suffix)}]: /(?s:.*)/')
+        table = table_of(wanted, vocabulary, matcher_of(tokenizer, wanted))
+        for text in drawn_texts(table, 1, count=20):
+            written = b"".join(Tokens.tokens[token] for token in text).decode()
+            assert written[0] + written[-1] == "<>"
+            assert written.find(suffix, 1) == len(written) - len(suffix) - 1
+
+
 @pytest.mark.parametrize(
     ("wanted", "said"),
     [
-        ({"json_object": True}, "additionalProperties is not false"), ({"grammar": 'start: "a" b\nb: "c"'}, "rules"),
-        ({"grammar": 'root ::= "x" root | "y"'}, "rules"), ({"regex": "(?i)a"}, "flags"), ({"regex": r"\bA"}, r"\\b"),
+        ({"json_object": True}, "additionalProperties is not false"), ({"grammar": 'root ::= "x" | "y"'}, "the rule"),
+        ({"grammar": 'start: "a" b?\nb: "c" start'}, "comes back to itself"), ({"grammar": 'start: "a"i'}, "flags"),
+        ({"grammar": 'start: "a" B\nB: /b/'}, "the rule 'B"), ({"grammar": "start: b"}, "no rule"),
+        ({"grammar": 'start: %json {"type": "null"}'}, "white space"), ({"grammar": 'start: ("a" "b"'}, "the rule"),
+        ({"grammar": 'start: "a" | '}, "the rule"), ({"regex": "(?i)a"}, "flags"), ({"regex": r"\bA"}, r"\\b"),
         ({"regex": "a*?"}, "lazy"), ({"regex": r"\p{L}"}, r"\\p"), ({"regex": "[a[b]]"}, "set within a set"),
         ({"regex": "a{2000}"}, "repetition of 2000"), ({"regex": "^a$"}, "'\\^' at 0"),
         ({"json": {"type": "array"}}, "schema None"), ({"json": {"type": "string", "format": "date"}}, "the word 'format'"),

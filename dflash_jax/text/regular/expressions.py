@@ -66,7 +66,14 @@ class Listed:
     separator: "Node"
 
 
-type Node = Chars | Cat | Alt | Repeat | Listed
+@dataclass(frozen=True)
+class Until:
+    """Any characters up to where `end` first stands, and `end`, which is not empty."""
+
+    end: str
+
+
+type Node = Chars | Cat | Alt | Repeat | Listed | Until
 
 
 def chars(*ranges: tuple[int, int]) -> Chars:
@@ -168,6 +175,8 @@ class _Pieces:
                 self._repeat(node, start, end)
             case Listed():
                 self._listed(node, start, end)
+            case Until():
+                self._until(node.end, start, end)
 
     def _repeat(self, node: Repeat, start: int, end: int) -> None:
         for _ in range(node.least):
@@ -201,6 +210,20 @@ class _Pieces:
             none, some = after_none, after_some
         self.empty[none].append(end)
         self.empty[some].append(end)
+
+    def _until(self, word: str, start: int, end: int) -> None:
+        """Each state has seen so many characters of the word, the longest beginning of it that stands at the end (Knuth, Morris and
+        Pratt, SIAM J. Comput. 6(2), 1977)."""
+        states = [self.state() for _ in word]
+        self.empty[start].append(states[0])
+        known = {one: chars((ord(one), ord(one))) for one in word}
+        others = functools.reduce(without, known.values(), ANY)
+        for count, state in enumerate(states):
+            self.add(others, state, states[0])
+            for one, found in known.items():
+                seen = word[:count] + one
+                longest = max(size for size in range(len(seen) + 1) if seen.endswith(word[:size]))
+                self.add(found, state, end if longest == len(word) else states[longest])
 
 
 @functools.lru_cache(256)

@@ -19,6 +19,7 @@ from dflash_jax.text.regular.expressions import (
     Node,
     NotRegular,
     Repeat,
+    Until,
     chars,
     literal,
     without,
@@ -180,8 +181,8 @@ def _quoted(node: Node) -> Node:
             return Alt(tuple(map(_quoted, node.choices)))
         case Repeat():
             return Repeat(_quoted(node.part), node.least, node.most)
-        case Listed():
-            raise NotRegular("a list in an expression")
+        case Listed() | Until():
+            raise NotRegular("a list, or any text up to another, in an expression")
 
 
 def _integer(said: Mapping[str, Any]) -> Node:

@@ -25,12 +25,12 @@ from dflash_kernels.mosaic_gpu.tma import address_of, copy_once
 
 def add_norm_product(
     plan: RowPlan, parts: jax.Array, residual: jax.Array, norm: jax.Array, weight: jax.Array, *, eps: float,
-    zero_centered: bool = False, interpret: Any = None,
+    zero_centered: bool = False, rounds_last: bool = False, interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """`residual + sum(parts)`, and its norm's product with `weight [F, D]`; `parts [S, 1, D]`, `residual [1, D]`."""
 
     def body(*refs: Any, **buffers: Any) -> None:
-        _Cta(plan, refs, buffers, eps, zero_centered).run()
+        _Cta(plan, refs, buffers, (eps, zero_centered, rounds_last)).run()
 
     body.__name__ = "add_norm_product"  # what profilers show
     out = (
@@ -53,8 +53,8 @@ def add_norm_product(
 class _Cta:
     """The program of one CTA: consumers, and the producer behind them."""
 
-    def __init__(self, plan: RowPlan, refs: tuple[Any, ...], buffers: dict[str, Any], eps: float, zero_centered: bool):
-        self.plan, self.buffers, self.eps, self.zero_centered = plan, buffers, eps, zero_centered
+    def __init__(self, plan: RowPlan, refs: tuple[Any, ...], buffers: dict[str, Any], how: tuple[float, bool, bool]):
+        self.plan, self.buffers, self.how = plan, buffers, how
         self.parts, self.before, self.norm, self.weight, self.after, self.product = refs
         self.ring = Ring(plan.stages, buffers["full"], buffers["empty"])
         self.index = lax.axis_index("cta")
@@ -99,7 +99,7 @@ class _Cta:
 
     def _norm(self) -> None:
         """The row, to the residual, and its norm, to shared memory."""
-        added, scaled = add_norm_row(self.parts, self.before, self.norm, 0, self.eps, self.zero_centered)
+        added, scaled = add_norm_row(self.parts, self.before, self.norm, 0, *self.how)
 
         @pl.when(self.index == 0)
         def _():

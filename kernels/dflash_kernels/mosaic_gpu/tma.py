@@ -247,6 +247,35 @@ def _wait_for_rows(*, later: int) -> None:
     utils.inline_ptx("fence.proxy.async.shared::cta;", has_side_effects=True)
 
 
+def copy_line(source: Any, first: Any, count: int, target: Any, barriers: Any, slot: Any) -> None:
+    """Starts a copy of `count` neighbouring rows of `source` to shared memory without a swizzle, by one thread, evict-first.
+
+    Args:
+      source: a matrix of words in global memory; first: the first row, int32 scalar.
+      target: `[count, columns]`.
+      barriers: `address_of` some; slot: which of them completes, for all threads of the warpgroup.
+    """
+    if interpreting():
+        plgpu.copy_gmem_to_smem(source.at[pl.ds(first, count)], target, barriers.at[slot])
+    else:
+        _copy_line(source, first, target, arrival(barriers, slot), size=4 * count * source.shape[1])
+
+
+@thread_op(args=(GLOBAL, SCALAR, GLOBAL, SCALAR))
+def _copy_line(source, first, target, barrier, *, size: int) -> None:
+    pitch = th.shape_and_strides(source)[1][0] * 4
+    start = th.add(th.address(source), th.mul(th.widen_index(first), pitch))
+    shared, one = th.address(target, space=3), utils.single_thread_predicate(utils.ThreadSubset.WARPGROUP)
+    with utils.when(one):
+        utils.inline_ptx(
+            f"mbarrier.arrive.noComplete.shared::cta.b64 _, [$2], {WARPGROUP - 1};"
+            f" mbarrier.arrive.expect_tx.shared::cta.b64 _, [$2], {size};"
+            " cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+            f" [$0], [$1], {size}, [$2], $3;",
+            shared, start, barrier, utils.c(_EVICT_FIRST, th.i64()), has_side_effects=True,
+        )  # fmt: skip
+
+
 def gather_rows(pool: Any, slots: Any, first: Any, column: Any, target: Any, barriers: Any, slot: Any) -> None:
     """Starts `cp.async` copies of rows that are named one by one, some columns of them.
 

@@ -105,12 +105,13 @@ def dense_best(
 
 def add_norm(
     parts: Float[Array, "S M D"], stream: Float[Array, "M D"], weight: Float[Array, "D"], *, eps: float,
-    zero_centered: bool = False, implementation: Implementation = None,
+    zero_centered: bool = False, rounds_last: bool = False, implementation: Implementation = None,
 ) -> tuple[Float[Array, "M D"], Float[Array, "M D"]]:  # fmt: skip
     """Split-K reduction with residual and RMS norm: `stream + sum(parts)` in stream's dtype, and its norm times `weight`.
 
     Args:
       zero_centered: see `embed_norm`.
+      rounds_last: rows are rounded after the weight, not before.
 
     Raises:
       ValueError: shapes do not agree.
@@ -123,15 +124,16 @@ def add_norm(
     with jax.named_scope("add_norm"):
         return first_fitting(
             "add_norm", IMPLEMENTATIONS["add_norm"], implementation, parts, stream, weight, eps=eps,
-            zero_centered=zero_centered,
+            zero_centered=zero_centered, rounds_last=rounds_last,
         )  # fmt: skip
 
 
 def add_norm_scores(
-    parts: Float[Array, "S M D"], stream: Float[Array, "M D"], weight: Float[Array, "D"], scorer: Float[Array, "E D"], *,
-    eps: float, zero_centered: bool = False, implementation: Implementation = None,
+    parts: Float[Array, "S M D"], stream: Float[Array, "M D"], weight: Float[Array, "D"], scorer: Float[Array, "E D"],
+    bias: Float[Array, "E"] | None = None, *, eps: float, zero_centered: bool = False, rounds_last: bool = False,
+    implementation: Implementation = None,
 ) -> tuple[Float[Array, "M D"], Float[Array, "M D"], Float[Array, "M E"]]:  # fmt: skip
-    """`add_norm` and router logits: the norm's products with the rows of `scorer` in float32.
+    """`add_norm` and router logits: the norm's products with the rows of `scorer` in float32, plus `bias` where there is one.
 
     Raises:
       ValueError: shapes do not agree.
@@ -143,17 +145,22 @@ def add_norm_scores(
         raise ValueError(
             f"parts {parts.shape}, weight {weight.shape} and scorer {scorer.shape} do not fit a stream {stream.shape}"
         )
+    if bias is not None:
+        check_axes(bias=(bias, "E"))
+        check_floats(bias=bias)
+        if bias.shape != scorer.shape[:1]:
+            raise ValueError(f"bias {bias.shape} does not fit a scorer {scorer.shape}")
     implementations = IMPLEMENTATIONS["add_norm_scores"]
     with jax.named_scope("add_norm_scores"):
         return first_fitting(
-            "add_norm_scores", implementations, implementation, parts, stream, weight, scorer, eps=eps,
-            zero_centered=zero_centered,
+            "add_norm_scores", implementations, implementation, parts, stream, weight, scorer, bias, eps=eps,
+            zero_centered=zero_centered, rounds_last=rounds_last,
         )  # fmt: skip
 
 
 def add_norm_dense(
     parts: Float[Array, "S M D"], stream: Float[Array, "M D"], weight: Float[Array, "D"], matrix: Float[Array, "F D"], *,
-    eps: float, zero_centered: bool = False, implementation: Implementation = None,
+    eps: float, zero_centered: bool = False, rounds_last: bool = False, implementation: Implementation = None,
 ) -> tuple[Float[Array, "M D"], Float[Array, "M F"]]:  # fmt: skip
     """`add_norm` and `dense` of the norm: the stream, and the norm's products with the rows of `matrix` in stream's dtype.
 
@@ -171,7 +178,7 @@ def add_norm_dense(
     with jax.named_scope("add_norm_dense"):
         return first_fitting(
             "add_norm_dense", implementations, implementation, parts, stream, weight, matrix, eps=eps,
-            zero_centered=zero_centered,
+            zero_centered=zero_centered, rounds_last=rounds_last,
         )  # fmt: skip
 
 
