@@ -16,13 +16,13 @@ from dflash_kernels import (
     mla_selected_attention,
 )
 from dflash_kernels.attention.index.launch import Tuning
-from dflash_kernels.attention.index.mosaic_gpu import launch_scores, launch_select
+from dflash_kernels.attention.index.mosaic_gpu import _ctas, launch_scores, launch_select
 from dflash_kernels.attention.mla.launch import Tuning as AttendTuning
 from dflash_kernels.attention.mla.mosaic_gpu import selected
 from dflash_kernels.mosaic_gpu import radix_select
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ..devices import custom_calls
+from ..devices import custom_calls, on
 from .attention_oracle import make_case
 from .numpy_cluster import Cluster
 
@@ -181,12 +181,21 @@ def test_choice_is_that_of_a_sort(ctas: int, size: int, count: int, monkeypatch:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("size", "ctas"), [(131_072, None), (163_840, None), (360_448, None), (9004, 4), (40_000, 2)])
+@pytest.mark.parametrize(("size", "ctas"), [(131_072, None), (131_072, 16), (360_448, None), (9004, 4), (40_000, 2)])
 def test_choice_of_a_cluster_is_that_of_a_sort(size: int, ctas: int | None) -> None:
     """All rows at once, so that clusters run beside one another."""
     rows = np.stack([*rows_to_choose_from(size).values()]).astype(np.float32)
     found = launch_select(jnp.asarray(rows), count=2048, ctas=ctas)
     np.testing.assert_array_equal(np.asarray(found), [best(row, 2048) for row in rows])
+
+
+def test_rows_are_dealt_to_as_many_ctas_as_run_at_once() -> None:
+    """Sixteen for a long row alone, where a GPU has all the multiprocessors that they were measured on; fewer for many rows."""
+    with on("NVIDIA H200"):
+        cases = [(1, 4096), (1, 16_384), (1, 65_536), (1, 131_072), (14, 131_072), (16, 131_072), (16, 360_448)]
+        assert [_ctas(*case, radix_select.STEP) for case in cases] == [1, 4, 8, 16, 8, 4, 8]
+    with on("NVIDIA GeForce"):
+        assert _ctas(1, 131_072, radix_select.STEP) == 8
 
 
 def of(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
