@@ -12,6 +12,8 @@ from dflash_kernels import (
     ColumnBlocks,
     RankExchange,
     add_norm,
+    add_norm_dense,
+    add_norm_dense_refusal,
     add_norm_scores,
     dense_parts,
     dense_refusal,
@@ -46,18 +48,35 @@ def run_fused_moe(
     rows = x.shape[0] * x.shape[1]
     exchange = routed_experts_exchange(max(layer.mlp.experts.count if layer.mlp.routed else 0 for layer in layers))
     stream, normed, streams = x.reshape(rows, -1), normed.reshape(rows, -1), []
+    projected: Array | None = None
     for layer, later in zip(layers, (*layers[1:], None), strict=True):
-        _, last = layer.mixer.projections
-        mixed, cache = _mixed(layer.mixer, normed.reshape(x.shape), rotary, attend, cache)
+        mixer, last = layer.mixer, layer.mixer.projections[1]
+        if projected is None:
+            mixed, cache = _mixed(mixer, normed.reshape(x.shape), rotary, attend, cache)
+        else:
+            mixed, cache = mixer.mix(projected.reshape(*x.shape[:-1], -1), rotary, attend, cache)
         parts = _projected(last, mixed.reshape(rows, -1), meets=ranks is None)
         stream, parts = _fed(layer, parts, stream, exchange, ranks)
         after = norm if later is None else later.input_norm
+        projected = None
         if ranks is not None:
             stream, normed = summed_norm(parts, stream, after, ranks)
+        elif later is not None and _together(later.mixer.projections[0], rows, x.dtype):
+            matrix = later.mixer.projections[0].weight[...]
+            stream, projected = add_norm_dense(parts, stream, matrix=matrix, **_weight(after))
         else:
             stream, normed = add_norm(parts, stream, **_weight(after))
         streams.append(stream.reshape(x.shape))
     return streams, normed.reshape(x.shape), cache
+
+
+def _together(projection: Linear, rows: int, dtype: Any) -> bool:
+    """Whether a norm and the projection after it are one launch."""
+    weight = projection.weight[...]
+    plain = projection.bias is None and isinstance(weight, jax.Array) and weight.dtype == dtype
+    if not switches.NORM_PRODUCT or not plain:
+        return False
+    return add_norm_dense_refusal(rows, dtype, features=weight.shape[0], depth=weight.shape[1]) is None
 
 
 def _mixed(

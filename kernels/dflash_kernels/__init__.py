@@ -53,6 +53,8 @@ from dflash_kernels.kv_cache.write.mla import MlaWritten, mla_write
 from dflash_kernels.kv_cache.write.qkv import KvWritten, QkvWritten, kv_write, qkv_write
 from dflash_kernels.matmul.dense.api import (
     add_norm,
+    add_norm_dense,
+    add_norm_dense_refusal,
     add_norm_scores,
     dense,
     dense_best,
@@ -129,6 +131,8 @@ __all__ = [
     "QuantizedOutput",
     "RankExchange",
     "add_norm",
+    "add_norm_dense",
+    "add_norm_dense_refusal",
     "add_norm_scores",
     "attention_chain",
     "attention_chain_exchange",

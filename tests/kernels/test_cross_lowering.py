@@ -122,6 +122,9 @@ OPS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "add_norm_scores": (
         (array(4, 128, 2560, dtype=jnp.float32), array(128, 2560), array(2560), array(128, 2560)), {"eps": 1e-6},
     ),
+    "add_norm_dense": (
+        (array(9, 1, 2048, dtype=jnp.float32), array(1, 2048), array(2048), array(12_352, 2048)), {"eps": 1e-6},
+    ),
     "float8_rows": ((array(128, 9728),), {"paired": True}),
     "float8_dense": ((EIGHT, *float8(6144, 2560)), {}),
     "float8_gated": ((EIGHT, *float8(2 * 9728, 2560)), {}),
@@ -259,7 +262,7 @@ def test_a_write_is_one_launch_where_there_is_a_kernel(op: str) -> None:
         "layer_chain",
         "attention_chain", "index_scores", "index_select", "mla_selected_attention bytes",
         "attention_chain without norms", "linear_chain", "float8_rows", "float8_dense", "float8_gated", "float8_onto",
-        "float8_best", "float8_candidates", "filtered_choice",
+        "float8_best", "float8_candidates", "filtered_choice", "add_norm_dense",
     ],
 )  # fmt: skip
 def test_products_and_norms_have_a_kernel_on_hopper_only(op: str) -> None:

@@ -1,7 +1,9 @@
 """Products and what follows them: the definitions, and the Hopper kernels in Pallas's interpreter, lowered for an H200, and for
 real (`-m gpu`)."""
 
+import contextlib
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -11,6 +13,8 @@ import pytest
 from dflash_kernels import (
     NoImplementationError,
     add_norm,
+    add_norm_dense,
+    add_norm_dense_refusal,
     add_norm_scores,
     dense,
     dense_best,
@@ -18,12 +22,19 @@ from dflash_kernels import (
     dense_parts,
     dense_refusal,
 )
-from dflash_kernels.matmul.dense.mosaic_gpu import launch, launch_add_norm, launch_add_norm_scores, launch_best
+from dflash_kernels.matmul.dense.mosaic_gpu import (
+    launch,
+    launch_add_norm,
+    launch_add_norm_dense,
+    launch_add_norm_scores,
+    launch_best,
+)
 from dflash_kernels.matmul.gemm_sm90 import gemm
+from dflash_kernels.matmul.row_product import TILE, row_plan
 from dflash_kernels.matmul.tiling import SHARED_MEMORY, plan, tiled
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ..devices import h200
+from ..devices import custom_calls, h200
 
 EPS = 1e-6
 INTERPRET = plgpu.InterpretGPUParams()
@@ -208,6 +219,64 @@ def test_add_norm_scores_with_a_bias(rows: int) -> None:
     check_scores(call, scorer, add_norm_scores(*call, scorer, bias, **ROUNDED_LAST, implementation="xla"), bias)
 
 
+def check_product(
+    call: tuple[jax.Array, ...], matrix: jax.Array, out: tuple[jax.Array, ...], *, zero_centered: bool
+) -> None:
+    """Products with the norm, to the number it is rounded to before."""
+    parts, stream, weight = (np.asarray(x, np.float64) for x in call)
+    true = stream + parts.sum(axis=0)
+    normed = true / np.sqrt((true**2).mean(-1, keepdims=True) + EPS) * (weight + zero_centered)
+    for found, expected in zip(out, (true, normed @ np.asarray(matrix, np.float64).T), strict=True):
+        assert found.dtype == call[1].dtype
+        wide = np.asarray(found, np.float64)
+        assert np.abs(wide - expected).max() <= 3 * float(jnp.finfo(found.dtype).eps) * np.abs(expected).max()
+
+
+@pytest.mark.few("200-512-3-*")
+@pytest.mark.parametrize("zero_centered", [False, True], ids=["plain", "zero_centered"])
+@pytest.mark.parametrize(
+    ("features", "depth", "ctas"), [(200, 512, 3), (200, 512, 2), (512, 1024, 4), (1000, 512, 3), (64, 512, 1)]
+)
+def test_add_norm_dense(features: int, depth: int, ctas: int, zero_centered: bool) -> None:
+    """Tiles of one matrix instruction's rows and of more, last ones that begin inside the one before, several of a CTA."""
+    call, matrix = norm_call(9, 1, depth), make("store", 1, features, depth)[1]
+    options: dict[str, Any] = {"eps": EPS, "zero_centered": zero_centered, "rounds_last": zero_centered}
+    found = launch_add_norm_dense(*call, matrix, **options, multiprocessors=ctas, interpret=INTERPRET)
+    check_product(call, matrix, found, zero_centered=zero_centered)
+    check_product(
+        call, matrix, add_norm_dense(*call, matrix, **options, implementation="xla"), zero_centered=zero_centered
+    )
+
+
+def test_add_norm_dense_deals_all_rows_out() -> None:
+    """Of every width that it takes, and says why of the others."""
+    for features in range(8, 40_000, 8):
+        with contextlib.suppress(NotImplementedError):
+            plan = row_plan(features, 2048, 132)
+            assert plan.rows % 8 == 0
+            assert TILE <= plan.rows <= 2 * TILE
+            assert (plan.tiles - 1) * plan.rows < features <= plan.tiles * plan.rows
+            assert plan.offsets == (0, plan.rows - TILE)
+            assert plan.stages >= 8
+    assert row_plan(12_352, 2048, 132).rows == 96
+    assert "one row" in str(add_norm_dense_refusal_on_h200(rows=2))
+    assert "too few" in str(add_norm_dense_refusal_on_h200(features=5120))
+    assert add_norm_dense_refusal_on_h200() is None
+
+
+def add_norm_dense_refusal_on_h200(rows: int = 1, features: int = 9216) -> str | None:
+    with h200():
+        return add_norm_dense_refusal(rows, jnp.bfloat16, features=features, depth=2048)
+
+
+def test_add_norm_dense_lowers_for_an_h200() -> None:
+    for features in (9216, 12_352):
+        shapes = jax.eval_shape(lambda: norm_call(9, 1, 2048))
+        matrix = jax.ShapeDtypeStruct((features, 2048), jnp.bfloat16)
+        call = functools.partial(add_norm_dense, eps=EPS, zero_centered=True, implementation="mosaic_gpu")
+        assert custom_calls(call, *shapes, matrix) == ["mosaic_gpu_v2"]
+
+
 @pytest.mark.few("512-sizes1")
 @pytest.mark.parametrize(("rows", "sizes"), [(128, QWEN3_4B), (512, QWEN3_8B)])
 def test_lowers_for_an_h200(rows: int, sizes: dict[str, tuple[int, int]]) -> None:
@@ -335,6 +404,16 @@ def test_full_size_best(rows: int) -> None:
     chosen, largest = products[np.arange(rows), out], products.max(axis=1)
     assert (chosen >= largest - 2**-7 * np.abs(largest)).all()  # sums of another order may round to another number
     assert (out == theirs).mean() > 0.97
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("features", [9216, 12_352, 16_480])
+def test_full_size_add_norm_dense(features: int) -> None:
+    call, matrix = norm_call(9, 1, 2048), make("store", 1, features, 2048)[1]
+    product = jax.jit(functools.partial(add_norm_dense, eps=EPS, zero_centered=True, implementation="mosaic_gpu"))
+    found = product(*call, matrix)
+    check_product(call, matrix, found, zero_centered=True)
+    jax.tree.map(np.testing.assert_array_equal, found, product(*call, matrix))
 
 
 @pytest.mark.gpu

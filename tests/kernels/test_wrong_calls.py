@@ -57,6 +57,9 @@ CALLS: dict[str, dict[str, Any]] = {
     "add_norm_scores": {
         "parts": PARTS, "stream": STREAM, "weight": STREAM[0], "scorer": ones((5, 4)), "eps": EPS,
     },
+    "add_norm_dense": {
+        "parts": PARTS, "stream": STREAM, "weight": STREAM[0], "matrix": ones((5, 4)), "eps": EPS,
+    },
     "embed_norm": {"table": ones((9, 4)), "ids": STARTS, "weight": STREAM[0], "eps": EPS},
     "reduce_add_norm": {"parts": PARTS, "stream": STREAM, "weight": STREAM[0], "eps": EPS},
     "stream_norm": {"stream": ones((4, 8)), "rows": 3, "weight": STREAM[0], "eps": EPS},

@@ -14,7 +14,10 @@ from dflash_kernels import Mxfp4Tiles
 from flax import nnx
 from safetensors.numpy import load_file
 
+from dflash_jax.attention import paged
 from dflash_jax.attention.dense import dense_attend
+from dflash_jax.attention.paged import PagedAttend
+from dflash_jax.cache.pages import make_pages
 from dflash_jax.checkpoints.converted import open_converted
 from dflash_jax.checkpoints.huggingface import open_checkpoint
 from dflash_jax.checkpoints.weights import read_weights, reading_bytes, stored_shapes, weight_bytes, weight_shapes
@@ -300,6 +303,28 @@ def test_the_fused_runner_agrees_with_layers_called_one_by_one(tokens: int, monk
 
     for expected, found in zip(run(PLAIN), run(chosen), strict=True):
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * float(jnp.abs(expected).max()))
+
+
+def test_a_projection_that_writes_is_the_projection_and_the_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two calls, the second behind the first, over a window and over all; one token of the second sequence writes nothing."""
+    config = replace(GPT_OSS_TARGETS["gpt-oss-20b"], **SMALL)
+    params = init_params(gpt_oss_parameters(config), jax.random.key(0))
+    model: Any = bind(config, gpt_oss_derived(config, params))
+    monkeypatch.setattr(paged, "few_qkv_write_refusal", lambda *_, **__: None)
+    table = jnp.asarray([[2, 0, 5], [1, 4, 3]])
+    kept = {name: make_pages(config, 6, 4, jnp.dtype("float32")) for name in ("apart", "whole")}
+    for first, lens in ((0, [4, 3]), (4, [4, 4])):
+        positions = jnp.asarray([[0], [-1 if first else 0]]) + first + jnp.arange(4)
+        attend = PagedAttend(table, positions, jnp.asarray(lens), 4)
+        x, rotary = jax.random.normal(jax.random.key(first), (2, 4, config.hidden_size)), model.rotary(positions)
+        for layer in model.layers:
+            projected = layer.attn.qkv_proj(x)
+            expected, kept["apart"] = attend(layer.attn, projected, rotary, kept["apart"])
+            found, kept["whole"] = layer.attn.mix_rows(x, rotary, attend, kept["whole"])
+            for one, true in zip(
+                jax.tree.leaves((found, kept["whole"])), jax.tree.leaves((expected, kept["apart"])), strict=True
+            ):
+                np.testing.assert_allclose(one, true, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(("rows", "launches"), [(8, 5), (64, 4)])

@@ -34,7 +34,7 @@ def add_norm(
 
     def body(parts, before, weight, residual, normed):
         row = lax.axis_index("row")
-        added, scaled = _add_norm_row(parts, before, weight, row, eps, zero_centered, rounds_last)
+        added, scaled = add_norm_row(parts, before, weight, row, eps, zero_centered, rounds_last)
         store_padded(residual.at[row], added)
         store_padded(normed.at[row], scaled)
 
@@ -55,7 +55,7 @@ def add_norm_scores(
         # Asked for before anything else: they do not depend on what the kernel before leaves.
         places = [first + index for index in range(SCORES)]
         scorers = [_load(scorer.at[place if whole else jnp.minimum(place, count - 1)]) for place in places]
-        added, scaled = _add_norm_row(parts, before, weight, row, eps, zero_centered, rounds_last)
+        added, scaled = add_norm_row(parts, before, weight, row, eps, zero_centered, rounds_last)
 
         @pl.when(first == 0)
         def _():
@@ -86,7 +86,7 @@ def add_norm_float8(
 
     def body(parts, before, weight, residual, words, scales):
         row = lax.axis_index("row")
-        added, normed = _add_norm_row(parts, before, weight, row, eps, zero_centered)
+        added, normed = add_norm_row(parts, before, weight, row, eps, zero_centered)
         store(residual.at[row], added)
         _store_float8(normed.astype(jnp.float32), words, scales, row)
 
@@ -121,7 +121,7 @@ def _load(ref: Any) -> jax.Array:
     return load_padded(ref).astype(jnp.float32)
 
 
-def _add_norm_row(
+def add_norm_row(
     parts: Any, before: Any, weight: Any, row: Any, eps: float, zero_centered: bool, rounds_last: bool = False
 ) -> tuple[jax.Array, jax.Array]:
     """One row of the residual with split-K's partial products added, and its norm."""

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 from dflash_kernels.core.device import require_hopper, target
 from dflash_kernels.core.layouts import ColumnBlocks, as_stored
 from dflash_kernels.matmul.dense.reference import biased_scores, dense_reference
+from dflash_kernels.matmul.row_product import RowPlan, row_plan
 from dflash_kernels.matmul.tiling import (
     BLOCK,
     FEWEST_ROWS,
@@ -87,6 +88,25 @@ def add_norm_scores_mosaic_gpu(
     """See `add_norm_scores`."""
     require_hopper()
     return launch_add_norm_scores(parts, stream, weight, scorer, bias, **how)
+
+
+def add_norm_dense_mosaic_gpu(
+    parts: Array, stream: Array, weight: Array, matrix: Array, **how: Any
+) -> tuple[Array, Array]:
+    """See `add_norm_dense`."""
+    require_hopper()
+    return launch_add_norm_dense(parts, stream, weight, matrix, **how, multiprocessors=target().multiprocessors)
+
+
+def require_row(rows: int, dtype: Any, *, features: int, depth: int, multiprocessors: int) -> RowPlan:
+    """The plan of `add_norm_dense`. Raises NotImplementedError with the reason for what the kernel does not support."""
+    if dtype != jnp.bfloat16:
+        raise NotImplementedError(f"takes bfloat16, not {dtype}")
+    if rows != 1:
+        raise NotImplementedError(f"takes one row, not {rows}: every CTA norms for itself")
+    if depth % ROW_WIDTH:
+        raise NotImplementedError(f"takes a depth in {ROW_WIDTH}s, not {depth}")
+    return row_plan(features, depth, multiprocessors)
 
 
 def require_product(rows: int, dtype: Any, depth: int, *, blocked: bool = False) -> None:
@@ -197,6 +217,25 @@ def launch_add_norm_scores(
         return stream, normed, biased_scores(normed, scorer, bias)
     _require_width(stream, weight, padded=True)
     return kernel.add_norm_scores(parts, stream, weight, scorer, bias, **how)
+
+
+@functools.partial(jax.jit, static_argnames=("eps", "zero_centered", "rounds_last", "multiprocessors", "interpret"))
+def launch_add_norm_dense(
+    parts: Array, stream: Array, weight: Array, matrix: Array, *, eps: float, zero_centered: bool = False,
+    rounds_last: bool = False, multiprocessors: int, interpret: Any = None,
+) -> tuple[Array, Array]:  # fmt: skip
+    """`add_norm_dense` without the device check."""
+    if not isinstance(matrix, jax.Array) or matrix.dtype != stream.dtype:
+        raise NotImplementedError(f"takes a matrix in the stream's dtype, not {matrix.dtype}")
+    features, depth = matrix.shape
+    plan = require_row(
+        stream.shape[0], stream.dtype, features=features, depth=depth, multiprocessors=multiprocessors
+    )  # fmt: skip
+    _require_width(stream, weight)
+    from dflash_kernels.matmul import row_product_sm90 as kernel
+
+    how: Any = {"eps": eps, "zero_centered": zero_centered, "rounds_last": rounds_last, "interpret": interpret}
+    return kernel.add_norm_product(plan, parts, stream, weight, matrix, **how)
 
 
 @functools.partial(jax.jit, static_argnames=("eps", "zero_centered", "interpret"))

@@ -84,6 +84,23 @@ def biased_scores(
     return scores if bias is None else scores + bias.astype(jnp.float32)
 
 
+def add_norm_dense_reference(
+    parts: Float[Array, "S M D"],
+    stream: Float[Array, "M D"],
+    weight: Float[Array, "D"],
+    matrix: Float[Array, "F D"],
+    *,
+    eps: float,
+    zero_centered: bool = False,
+    rounds_last: bool = False,
+) -> tuple[Float[Array, "M D"], Float[Array, "M F"]]:
+    """See `add_norm_dense`."""
+    stream, normed = add_norm_reference(
+        parts, stream, weight, eps=eps, zero_centered=zero_centered, rounds_last=rounds_last
+    )
+    return stream, dense_reference(normed, matrix)
+
+
 def dense_scores(x: Float[Array, "M D"], scorer: Float[Array, "E D"]) -> Float[Array, "M E"]:
     """Router logits: products in float32, whatever the arguments' dtypes."""
     if x.dtype != scorer.dtype:
