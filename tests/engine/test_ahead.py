@@ -180,7 +180,8 @@ def test_cycles_behind_are_as_many_as_keep_the_device_busy(pair, monkeypatch):
     monkeypatch.setattr(pair.engine.programs, "compile_s", 0.0)
     times = itertools.count(1.0)
     monkeypatch.setattr(scheduler.time, "perf_counter", lambda: next(times))
-    for waited in (0.5, 0.1, 0.2, 0.5, *[0.1] * 4, *[0.9] * 6):
+    there = scheduler.READY_S / 2
+    for waited in (0.5, there, there, 0.1, *[there] * 4, *[0.9] * 6):
         queued.seconds(call, waited)
         few.append(queued.few)
     assert few == [2, 4, 8, 8, 16, 32, 32, 32, 16, 8, 4, 2, 2, 2]
