@@ -4,6 +4,7 @@ import itertools
 import sys
 import threading
 import time
+from collections import deque
 from dataclasses import replace
 
 import pytest
@@ -185,6 +186,18 @@ def test_cycles_behind_are_as_many_as_keep_the_device_busy(pair, monkeypatch):
         queued.seconds(call, waited)
         few.append(queued.few)
     assert few == [2, 4, 8, 8, 16, 32, 32, 32, 16, 8, 4, 2, 2, 2]
+
+
+def test_one_call_more_is_behind_first_tokens(pair):
+    queued = scheduler.InFlight(pair.engine)
+    cycles = finished_call(pair, started=0.0, compiled=0.0)
+    first = scheduler.PrefillResult([], cycles.emitted, logprobs=False)
+    for items, full in (
+        ([], False), ([cycles], False), ([cycles, cycles], True), ([first, cycles], True), ([cycles, first], False),
+        ([first, first], False), ([cycles, first, cycles], True), ([cycles, first, first], True),
+    ):  # fmt: skip
+        queued.items = deque(items)
+        assert queued.full == full
 
 
 def test_no_second_is_counted_twice(eager, make_prompts, monkeypatch):
