@@ -59,7 +59,7 @@ from dflash_jax.errors import DFlashError
 
 # Cycles of a call that stands before a prompt, or before one that may come: more where the host could not keep up.
 FEW_CYCLES = 2
-# Seconds that results take to the host which are there when they are asked for, at most: the device may have waited then.
+# Seconds that results take to the host at most which are there when they are asked for and were copied ahead.
 READY_S = 1e-3
 # Seconds after which a thread that waits for another one's steps looks by itself.
 PATIENCE_S = 0.05
@@ -149,12 +149,13 @@ class InFlight:
     Attributes:
       online: whether requests come while others run; then little is queued before the next one.
       returns_early: whether calls have been seen to return while the device works.
+      deep: see `Resources.deep_dispatch`.
       held: seconds that the host spent in `Scheduler._await_company` since results came last.
     """
 
     def __init__(self, core: Resources):
         self.programs = core.programs
-        self.returns_early = False
+        self.returns_early = self.deep = False
         self.clear()
 
     def clear(self) -> None:
@@ -174,9 +175,9 @@ class InFlight:
 
     @property
     def full(self) -> bool:
-        """One call runs and one is behind it. Behind first tokens there is one more: they take the device less time than the host
-        to see to results and to call again."""
-        behind = len(self.items) == MOST_IN_FLIGHT and isinstance(self.items[-1], PrefillResult)
+        """One call runs and one is behind it. With `deep` there is one more behind first tokens: they take the device less time
+        than the host to see to results and to call again."""
+        behind = self.deep and len(self.items) == MOST_IN_FLIGHT and isinstance(self.items[-1], PrefillResult)
         return len(self.items) >= MOST_IN_FLIGHT and not behind
 
     def compute(self, tokens: int) -> None:
@@ -216,7 +217,8 @@ class InFlight:
         busy = call.returned - call.started - (compiled - call.compiled)
         self._pace, self._busy = max(0.0, spent - call.tokens * self._prompt_pace) / call.cycles, busy
         waited, self.held = waited + self.held, 0.0
-        if waited < min(READY_S, 0.3 * spent):
+        few = 0.3 * spent  # as long as copies take: the device may have waited for the host
+        if waited < (min(READY_S, few) if self.deep else few):
             self.few = min(2 * self.few, MAX_CYCLES)
         elif waited > 0.7 * spent:
             self.few = max(self.few // 2, FEW_CYCLES)
@@ -454,7 +456,8 @@ class Batch:
         call = (None, without_pools(self.state), slots, arrays, logits, masks, *self._tables(self.setup))
         state, emitted = self.core.programs.call(admit_program, (self.setup,), (1,), *call)
         self.keep(replace(state, **self._pools))
-        begin_copies(emitted, logprobs=self.needs.logprobs)
+        if self.core.deep_dispatch:
+            begin_copies(emitted, logprobs=self.needs.logprobs)
         for job in jobs.values():
             self.retired[job.slot] = False
             self.slots.filled(job)
@@ -486,7 +489,8 @@ class Batch:
         else:
             call = self.loop_arguments(setup, table, cycles, until_any=until_any, shared=shared)
             state, emitted = self.core.programs.call(loop, (setup, MAX_CYCLES), (2,), *call)
-            begin_copies(emitted, logprobs=setup.logprobs)
+            if self.core.deep_dispatch:
+                begin_copies(emitted, logprobs=setup.logprobs)
         self.keep(state)
         self.retired[:] = False
         rows = [Row(job, job.stay, job.slot) for job in running]
@@ -918,12 +922,12 @@ class Scheduler:
         core = self._engine()
         with named_memory_errors("requests were served"):
             try:
-                batch = self._ready_batch(core)
+                batch, self.inflight.deep = self._ready_batch(core), core.deep_dispatch
                 # Cycles go behind a prompt before its first token is read, also where nobody else runs: on an H200 a lone user's
                 # came 2 ms earlier when it was read first (6.4 for 8.5), but the device stood still while cycles were called, and
                 # 64 tokens took 1 ms longer, 2 to 3 %.
                 if core.late_dispatch:
-                    self._await_company()
+                    self._await_company(batch)
                 while not self.inflight.full and (self._start_prompts(batch) or self._start_cycles(batch)):
                     pass
                 self._send()
@@ -937,17 +941,21 @@ class Scheduler:
                 core.lose_pools()
                 raise
 
-    def _await_company(self) -> None:
+    def _await_company(self, batch: Batch) -> None:
         """Waits for those who may follow requests that have just ended, as long as the device does not wait for the next call.
 
         A user who is answered asks again a moment later. In a call made at once they would have no part, and wait for its end.
         """
-        began = time.perf_counter()
+        began, empty = time.perf_counter(), batch.slots.jobs.count(None)
         if self.inflight.online:
-            while self._ended and (left := self.inflight.latest - time.perf_counter()) > 0:
+            while (
+                self._ended and len(self._waiting) < empty and (left := self.inflight.latest - time.perf_counter()) > 0
+            ):
                 if self._news.wait(left):
                     self._drain()
         self.inflight.held += time.perf_counter() - began
+        if not self.inflight.deep:
+            self._ended = 0
 
     def _engine(self) -> Resources:
         core = self._core()
@@ -1232,7 +1240,7 @@ class Scheduler:
 
     def _look(self, batch: Batch, item: PrefillResult | DecodeCall) -> None:
         """Waits for the results of a call, and sends them."""
-        if isinstance(item, DecodeCall):
+        if isinstance(item, DecodeCall) or not self.inflight.deep:
             self._ended = 0  # who has not followed by now
         rows = [row for row in item.rows if row.here]
         if not rows:  # all have left since it was started
@@ -1247,9 +1255,10 @@ class Scheduler:
         if hurries:
             for job, update in self._unsent:
                 job.take(update)
-        self._send(len(ended) if hurries else len(found))  # from here on an interrupt loses none of them
-        if ended:
-            self._ring()
+        self._send(len(ended))  # from here on an interrupt loses none of them
+        self._ring()
+        if not hurries:
+            self._send()
 
     def _hurries(self, batch: Batch) -> bool:
         """Whether the device has nothing behind it that takes long: then nobody is told anything before its next call but those who
@@ -1260,7 +1269,7 @@ class Scheduler:
     def _first_tokens(self, core: Resources, item: Any, rows: Sequence[Row]) -> list[tuple[Job, Update]]:
         emitted = jax.tree.map(lambda leaf: leaf[None], on_host(item.emitted, logprobs=item.logprobs))
         self.inflight.first_seconds(item)
-        self.calling = True
+        self.calling = self.inflight.deep
         now, updates = time.perf_counter(), []
         for row in rows:
             job = row.job
@@ -1277,7 +1286,7 @@ class Scheduler:
     def _decoded(self, core: Resources, item: Any, rows: Sequence[Row]) -> list[tuple[Job, Update]]:
         asked = time.perf_counter()
         host = on_host(item.emitted, logprobs=item.setup.logprobs)
-        waited, self.calling = time.perf_counter() - asked, True
+        waited, self.calling = time.perf_counter() - asked, self.inflight.deep
         watch = core.goes_ahead is None and item.setup.mode != "structured"  # whose calls return with their results
         spent, updates = self.inflight.seconds(item, waited, watch=watch), []
         if item.setup.draft is not None:
@@ -1305,6 +1314,8 @@ class Scheduler:
             if job.ticket in self._live:
                 self._account(job, update, left=left)
             self._unsent.popleft()
+        if not self.inflight.deep:
+            self._ring()
 
     def _ring(self) -> None:
         """Wakes who reads what was sent."""

@@ -174,7 +174,8 @@ def finished_call(pair, **times):
     return scheduler.DecodeCall([], no_rows(setup, 4, 1), setup, 4, 4, **times)
 
 
-def test_cycles_behind_are_as_many_as_keep_the_device_busy(pair, monkeypatch):
+@pytest.mark.parametrize("deep", [False, True])
+def test_cycles_behind_are_as_many_as_keep_the_device_busy(pair, monkeypatch, deep):
     """Where the host finds results waiting for it, calls are made longer; where it waits for most of a call, shorter again."""
     queued, few = scheduler.InFlight(pair.engine), []
     call = finished_call(pair, started=0.0, compiled=0.0, returned=0.1)
@@ -182,7 +183,8 @@ def test_cycles_behind_are_as_many_as_keep_the_device_busy(pair, monkeypatch):
     times = itertools.count(1.0)
     monkeypatch.setattr(scheduler.time, "perf_counter", lambda: next(times))
     there = scheduler.READY_S / 2
-    for waited in (0.5, there, there, 0.1, *[there] * 4, *[0.9] * 6):
+    queued.deep, short = deep, there if deep else 0.1
+    for waited in (0.5, short, short, 0.2 if deep else 0.5, *[short] * 4, *[0.9] * 6):
         queued.seconds(call, waited)
         few.append(queued.few)
     assert few == [2, 4, 8, 8, 16, 32, 32, 32, 16, 8, 4, 2, 2, 2]
@@ -196,8 +198,10 @@ def test_one_call_more_is_behind_first_tokens(pair):
         ([], False), ([cycles], False), ([cycles, cycles], True), ([first, cycles], True), ([cycles, first], False),
         ([first, first], False), ([cycles, first, cycles], True), ([cycles, first, first], True),
     ):  # fmt: skip
-        queued.items = deque(items)
+        queued.items, queued.deep = deque(items), True
         assert queued.full == full
+        queued.deep = False
+        assert queued.full == (len(items) > 1)
 
 
 def test_no_second_is_counted_twice(eager, make_prompts, monkeypatch):
