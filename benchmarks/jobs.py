@@ -82,6 +82,11 @@ BENCHMARKS = {
     "mla": ("mla.py --without-xla", 180),
     "mla_prefill": ("mla_prefill.py", 200),
     "mla_prefill_crossover": ("mla_prefill.py --parts crossover --heads 16 --tokens 128 256 512 1024", 100),
+    "sparse": ("sparse.py --models DeepSeek-V3.2 --batch 1 --contexts 131072", 150),
+    "sparse_lengths": (
+        "sparse.py --models DeepSeek-V3.2 --batch 1 --contexts 4096 16384 32768 --steps sparse dense",
+        200,
+    ),
     "cache_write": ("cache_write.py", 40),
     "moe_30b": ("moe.py --shape Qwen3-30B-A3B --without-ragged --tokens 1 8 16 128 512", 120),
     "structured": ("structured.py --shapes qwen3-4b", 200),
@@ -89,7 +94,15 @@ BENCHMARKS = {
     "moe_lite": ("moe.py --without-ragged --tokens 1 16 128 512 2048", 120),
 }
 # Jobs whose rows nobody has brought home yet; their seconds are guesses.
-WITHOUT_ROWS = ("exact", "exact_default", "pair_fp8", "pair_draft_fp8_dynamic", "pair_window")
+WITHOUT_ROWS = (
+    "exact",
+    "exact_default",
+    "pair_fp8",
+    "pair_draft_fp8_dynamic",
+    "pair_window",
+    "sparse",
+    "sparse_lengths",
+)
 # Commands of rows that need several GPUs at once, which a job here does not get.
 SEVERAL_GPUS = (
     "several_gpus.py --models qwen3-8b --tp 2 --batch 1 8 --calls 4 --exchange",

@@ -27,6 +27,7 @@ from dflash_kernels import (
     float8_refusal,
     layer_chain_refusal,
     linear_chain_refusal,
+    mxfp4_mixture_refusal,
     paged_attention,
     rank_exchange_refusal,
     routed_experts_refusal,
@@ -35,7 +36,7 @@ from dflash_kernels.attention.mla.launch import NARROW_ROWS
 from dflash_kernels.core.device import HOPPER, target
 
 from dflash_jax.execution import switches
-from dflash_jax.models.traits import LayerTraits
+from dflash_jax.models.traits import Activation, LayerTraits
 from dflash_jax.quantization.mxfp4 import Mxfp4
 from dflash_jax.quantization.weights import MANY_ROWS, Quantised, Weight
 
@@ -335,16 +336,16 @@ def _ranks_refusal(runner: Runner, *, exchange: bool) -> str | None:
     return None
 
 
-def _layers_refusal(traits: LayerTraits) -> str | None:
-    """Why no fused runner takes these layers at all."""
+def _layers_refusal(traits: LayerTraits, activation: Activation = "silu") -> str | None:
+    """Why no fused runner takes these layers at all, those whose kernels of a feed-forward have this activation."""
     if traits.attention == "latent":
         return "keys and values are latent rows, whose projections no fused runner has"
     if traits.delta is not None and not switches.HYBRID:
         return "some layers are gated delta nets, whose fused runners are switched off"
     if traits.normed_out:
         return "what comes out of a sublayer is normed before it is added, for which kernels have no epilogue"
-    if traits.activation != "silu":
-        return f"the feed-forward's activation is {traits.activation}, kernels have silu"
+    if traits.activation != activation:
+        return f"the feed-forward's activation is {traits.activation}, kernels have {activation}"
     if traits.value_scale != 1.0:
         return f"what attention gives is multiplied with {traits.value_scale}, which is a step of its own"
     return None
@@ -419,17 +420,18 @@ def _eight_bits_refusal(traits: LayerTraits) -> str | None:
 def _fused_moe_refusal(traits: LayerTraits, call: CallShape, weights: WeightFormat) -> str | None:
     if weights.experts == "mxfp4":
         return "experts are stored in MXFP4, which the kernel of routed experts does not read"
-    if weights.experts == "mxfp4_tiles":
-        return (
-            "experts are in tiles of MXFP4, whose kernel the layers call themselves: it reads four bits and has biases"
-        )
-    if (reason := _convolved_refusal(traits) or _layers_refusal(traits)) is not None:
+    tiles = weights.experts == "mxfp4_tiles"
+    if tiles and not switches.FUSED_MXFP4:
+        return "experts are in tiles of MXFP4, for which it is switched off"
+    reason = _convolved_refusal(traits) or _layers_refusal(traits, "clamped_swiglu" if tiles else "silu")
+    if reason is not None:
         return reason
     experts = traits.experts
     if experts is None:
         return "no layer has experts"
+    refuse = mxfp4_mixture_refusal if tiles else routed_experts_refusal
     sizes = {"experts": experts.count, "hidden": traits.hidden, "inner": experts.inner}
-    return routed_experts_refusal(call.rows, experts.per_token, call.dtype, **sizes)
+    return refuse(call.rows, experts.per_token, call.dtype, **sizes)
 
 
 type _Refuse = Callable[[LayerTraits, CallShape, WeightFormat], str | None]

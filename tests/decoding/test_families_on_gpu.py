@@ -15,6 +15,7 @@ import tokenizers
 import dflash_jax as dj
 
 from ..convert.conftest import DFLASH, QWEN3, Folders
+from ..models.gpt_oss_reference import packed
 from ..parallel.test_texts_on_gpus import distances
 
 VOCAB, LAYERS = 4096, 4
@@ -72,6 +73,7 @@ GPT_OSS: dict[str, Any] = COMMON | {
         "rope_type": "yarn", "truncate": False,
     },
 }  # fmt: skip
+GPT_OSS_MXFP4: dict[str, Any] = GPT_OSS | {"quantization_config": {"quant_method": "mxfp4"}}
 LATENT: dict[str, Any] = COMMON | {
     "num_attention_heads": 16, "num_key_value_heads": 16, "intermediate_size": 3072, "q_lora_rank": 512, "kv_lora_rank": 512,
     "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 16, "num_experts_per_tok": 4,
@@ -135,6 +137,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gemma4 pages fp8": (GEMMA4, {"cache_dtype": "fp8"}),
     "gpt_oss": (GPT_OSS, {}),
     "gpt_oss pages fp8": (GPT_OSS, {"cache_dtype": "fp8"}),
+    "gpt_oss mxfp4": (GPT_OSS_MXFP4, {}),
+    "gpt_oss mxfp4, pages fp8": (GPT_OSS_MXFP4, {"cache_dtype": "fp8"}),
     "deepseek": (DEEPSEEK, {}),
     "deepseek pages fp8": (DEEPSEEK, {"cache_dtype": "fp8"}),
     "deepseek pages fp8_packed": (DEEPSEEK, {"cache_dtype": "fp8_packed"}),
@@ -158,7 +162,8 @@ EXACT, MEAN = 0.8, 0.25
 def folder_of(config: dict[str, Any], root: Path) -> Path:
     """A target's folder with a drafter in it."""
     made = Folders(root)
-    tensors = made.tensors(config)
+    tensors = made.tensors({key: value for key, value in config.items() if key != "quantization_config"})
+    tensors = packed(tensors) if "quantization_config" in config else tensors
     if not config["tie_word_embeddings"]:
         tensors["lm_head.weight"][LIKELY] *= 6
     target = made.write("target", config, tensors)
