@@ -53,7 +53,7 @@ def write_folder(folder: Path, name: str) -> None:
         "num_hidden_layers": config.num_layers, "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads, "head_dim": config.head_dim, "rms_norm_eps": config.norm_eps,
         "rope_theta": config.rope.theta, "max_position_embeddings": config.max_position, "hidden_act": "silu",
-        "attention_bias": False, "tie_word_embeddings": not drafts,
+        "attention_bias": False, "tie_word_embeddings": not drafts and config.tie_embeddings,
     }  # fmt: skip
     if drafts:
         taps = {"mask_token_id": config.mask_token_id, "target_layer_ids": list(config.target_layer_ids)}
@@ -77,7 +77,7 @@ def write_folder(folder: Path, name: str) -> None:
     with (folder / "model.safetensors").open("wb") as file:
         file.write(len(head).to_bytes(8, "little") + head)
         for start in range(0, end, BLOCK_BYTES):
-            file.write(block.tobytes()[: end - start])
+            file.write(memoryview(block).cast("B")[: end - start])
 
 
 def drop_from_page_cache(folder: Path) -> None:

@@ -13,6 +13,7 @@ from dflash_jax.decoding.sampling import Mode
 from dflash_jax.engine import Engine
 from dflash_jax.models.dflash import HEAD_INDEX, SHARED_HEAD
 from dflash_jax.models.heads import head_tables
+from dflash_jax.models.registry import layer_traits
 from dflash_jax.parallel.ranks import held_bytes, held_shape, share_config
 from dflash_jax.quantization.weights import rounds
 
@@ -26,15 +27,23 @@ def floor_ms(engine: Engine, *, draft: bool, context: int, batch: int, sampling:
     """What target and drafter take at least, one after the other: bytes that must be read once, or products, whichever is longer.
 
     Bytes are weights, keys and values, recurrent states, and for a draft the head again, or the copy of it that greedy proposals
-    read. None with experts: how many of them tokens of random weights take is not known.
+    read. One token reads its own experts; None for more of them, as it is not known how many tokens of random weights take, and
+    over several GPUs.
     """
     target = share_config(engine.target, engine.tp)
     drafter = None if engine.draft is None else share_config(engine.draft, engine.tp)
-    if getattr(target, "num_experts", 0):
+    rows = batch * (drafter.block_size if draft else 1)
+    experts = layer_traits(engine.target).experts
+    if experts is not None and (rows > 1 or engine.tp > 1):
         return None
-    read = [w for name, w in engine.weights["target"].items() if name != "embed.weight" or target.tie_embeddings]
+    read = {name: w for name, w in engine.weights["target"].items() if name != "embed.weight" or target.tie_embeddings}
     pages = _context_bytes(target, context, engine.dtype, engine.cache_dtype)
-    took = _pass_seconds(target, read, pages, batch * (drafter.block_size if draft else 1), context, batch)
+    if experts is not None:
+        all_of_them = [read.pop(name) for name in list(read) if ".experts." in name]
+        took = stored(all_of_them) * experts.per_token / experts.count / card().bandwidth
+    else:
+        took = 0.0
+    took += _pass_seconds(target, list(read.values()), pages, rows, context, batch)
     took += 2 * batch * engine.state_bytes / card().bandwidth  # read once, written once
     if draft:
         head = engine.weights["target"]["embed.weight" if target.tie_embeddings else "lm_head.weight"]

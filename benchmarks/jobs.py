@@ -54,6 +54,10 @@ BENCHMARKS = {
     "verify_32_64": ("verify.py --batch 32 64 --verified 1 4 8 16 --calls 3", 150),
     "bench": ("bench.py --concurrency 1 8 64", 150),
     "bench_fp8_dynamic": ("bench.py --concurrency 8 64 --kinds alone block auto --weight-dtype fp8_dynamic", 120),
+    "bench_mix": (
+        "bench.py --concurrency 8 64 --kinds block auto per_request --imposed-acceptance 2 10 --short-length 0",
+        150,
+    ),
     "exact": ("exact.py --batch 1 8 32", 400),
     "exact_default": ("exact.py --batch 8 --default", 130),
     "cold_start": ("cold_start.py", 120),
@@ -78,6 +82,11 @@ BENCHMARKS = {
     "mla": ("mla.py --without-xla", 180),
     "mla_prefill": ("mla_prefill.py", 200),
     "mla_prefill_crossover": ("mla_prefill.py --parts crossover --heads 16 --tokens 128 256 512 1024", 100),
+    "sparse": ("sparse.py --models DeepSeek-V3.2 --batch 1 --contexts 131072", 150),
+    "sparse_lengths": (
+        "sparse.py --models DeepSeek-V3.2 --batch 1 --contexts 4096 16384 32768 --steps sparse dense",
+        200,
+    ),
     "cache_write": ("cache_write.py", 40),
     "moe_30b": ("moe.py --shape Qwen3-30B-A3B --without-ragged --tokens 1 8 16 128 512", 120),
     "structured": ("structured.py --shapes qwen3-4b", 200),
@@ -86,7 +95,16 @@ BENCHMARKS = {
     "moe_lite": ("moe.py --without-ragged --tokens 1 16 128 512 2048", 120),
 }
 # Jobs whose rows nobody has brought home yet; their seconds are guesses.
-WITHOUT_ROWS = ("exact", "exact_default", "pair_fp8", "pair_draft_fp8_dynamic", "pair_window", "serving_deep")
+WITHOUT_ROWS = (
+    "exact",
+    "exact_default",
+    "pair_fp8",
+    "pair_draft_fp8_dynamic",
+    "pair_window",
+    "sparse",
+    "sparse_lengths",
+    "serving_deep",
+)
 # Commands of rows that need several GPUs at once, which a job here does not get.
 SEVERAL_GPUS = (
     "several_gpus.py --models qwen3-8b --tp 2 --batch 1 8 --calls 4 --exchange",
@@ -95,6 +113,8 @@ SEVERAL_GPUS = (
     "several_gpus.py --models qwen3-8b --tp 4 --batch 1 8 --calls 4 --exchange",
     "several_gpus.py --models qwen3-32b --tp 4 2 --batch 1 8 --calls 4 --exchange",
     "several_gpus.py --models qwen3-coder-30b-a3b --tp 4 --batch 1 8 --calls 4 --exchange",
+    "several_gpus.py --calls 4 --models qwen3.5-9b --tp 2 --batch 1 8 --exchange",
+    "several_gpus.py --calls 4 --models qwen3.5-9b --tp 2 --batch 1 8 --collectives",
 )
 PARTS, PROCESSES = 4, 12
 PART_SECONDS, LARGE_SECONDS = 200, 90  # the first with that many processes

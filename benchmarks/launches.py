@@ -1,7 +1,8 @@
-"""What the device is given in one cycle, launch by launch: programs compiled for an H200 that need not be there.
+"""What the device is given in one cycle or step, launch by launch: programs compiled for an H200 that need not be there.
 
     python benchmarks/launches.py --batch 8
     python benchmarks/launches.py --batch 1 --sampling full --layers 1
+    python benchmarks/launches.py --model qwen3.5-35b-a3b --batch 1 --layers 5 --kind step
 
 Takes JAX's compiler for NVIDIA GPUs (`pip install jax-cuda13-plugin jax-cuda13-pjrt`, of jax's version), which compiles without a
 GPU and without CUDA's libraries. Launches stand in the order in which XLA begins them; what each waits for stands behind the arrow,
@@ -18,6 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -32,6 +34,7 @@ from dflash_jax.engine import STOP_WIDTH, Engine
 from dflash_jax.engine.warmup import Jobs
 from dflash_jax.execution.weight_layout import cycle_rows
 from dflash_jax.models import family_named
+from dflash_jax.models.qwen3_5 import Qwen35Config
 
 # An H200 as XLA describes it.
 DEVICE = """
@@ -67,27 +70,29 @@ class Launch:
     source: str
 
 
-def compiled_loop(name: str, batch: int, *, layers: int, sampling: str, context: int) -> str:
-    """The optimised program of a decode loop with drafting over `layers` layers of a published shape, as XLA prints it."""
+def compiled_loop(name: str, batch: int, *, layers: int, sampling: str, context: int, draft: bool = True) -> str:
+    """The optimised program of a decode loop over `layers` layers of a published shape, with drafting or without."""
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # of libraries that only running takes
     topology = topologies.get_topology_desc("h200", "cuda", target_config=DEVICE, topology="1x1x1")
     mesh = topologies.make_mesh(topology, (1,), ("x",))
     everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    family, target, draft = published_shape(name)
-    few = {"num_layers": layers, "windows": target.windows[:layers]}
-    taps = tuple(place * layers // len(draft.target_layer_ids) for place in range(len(draft.target_layer_ids)))
+    family, target, drafter = published_shape(name)
+    few: dict[str, Any] = {"num_layers": layers, "windows": target.windows[:layers]}
+    if isinstance(target, Qwen35Config):
+        few["full_layers"] = tuple(index for index in target.full_layers if index < layers)
+    taps = tuple(place * layers // len(drafter.target_layer_ids) for place in range(len(drafter.target_layer_ids)))
     target = replace(target, **few)
-    draft = replace(
-        draft, num_layers=1, windows=draft.windows[:1], causal=draft.causal[:1], target_layer_ids=taps,
+    drafter = replace(
+        drafter, num_layers=1, windows=drafter.windows[:1], causal=drafter.causal[:1], target_layer_ids=taps,
         num_target_layers=layers,
     )  # fmt: skip
-    pair, dtype = [(target, family_named(family)), (draft, family_named("dflash"))], jax.numpy.dtype("bfloat16")
+    pair, dtype = [(target, family_named(family)), (drafter, family_named("dflash"))], jax.numpy.dtype("bfloat16")
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         engine = Engine(
-            target=target, draft=draft, weights=weight_shapes(pair, dtype, rows=cycle_rows(batch, draft)), dtype=dtype,
+            target=target, draft=drafter, weights=weight_shapes(pair, dtype, rows=cycle_rows(batch, drafter)), dtype=dtype,
             max_model_len=context + 640, max_batch=batch,
         )  # fmt: skip
-        setup = engine.setup(mode=sampling, draft=True)  # type: ignore[arg-type]
+        setup = engine.setup(mode=sampling, draft=draft)  # type: ignore[arg-type]
         job = Jobs(engine, setup, STOP_WIDTH).loop(batch, engine.buckets.width[-1])
         function, static, donated, *arguments = job.args
         shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=everywhere), arguments)
@@ -145,6 +150,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=2, help="of the target; the drafter has one")
     parser.add_argument("--sampling", default="greedy", choices=list(LAWS))
     parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--kind", default="cycle", choices=["step", "cycle"])
     options = parser.parse_args()
     most = published_shape(options.model)[1].num_layers
     if options.batch < 1 or options.context < 1 or not 1 <= options.layers <= most:
@@ -152,8 +158,9 @@ def main() -> None:
     if importlib.util.find_spec("jax_cuda13_plugin") is None:
         raise SystemExit("JAX's compiler for NVIDIA GPUs is missing: pip install jax-cuda13-plugin jax-cuda13-pjrt")
     program = compiled_loop(
-        options.model, options.batch, layers=options.layers, sampling=options.sampling, context=options.context
-    )
+        options.model, options.batch, layers=options.layers, sampling=options.sampling, context=options.context,
+        draft=options.kind == "cycle",
+    )  # fmt: skip
     steps = launches(program)
     numbers = {step.name: number for number, step in enumerate(steps)}
     for number, step in enumerate(steps):

@@ -29,6 +29,7 @@ from dflash_kernels import index_encode, index_scores, index_select, mla_attenti
 from jax import lax
 from record import Record, arguments
 
+from dflash_jax.compile.jax_patches import name_values_once
 from dflash_jax.models import SparseDeepseekConfig
 from dflash_jax.models.presets import SPARSE_TARGETS
 
@@ -61,7 +62,9 @@ def compiled(
 
         return lax.fori_loop(0, rounds, one, (step(arrays, first, turns[0]),) * CALLS)
 
-    program = jax.jit(run).lower(arrays, first, turns).compile()
+    traced = jax.jit(run).trace(arrays, first, turns)
+    name_values_once()
+    program = traced.lower().compile()
 
     def measure() -> float:
         times = []
@@ -93,6 +96,7 @@ class Layer:
             return {
                 "keys": keys, "key_scale": key_scale, "latents": normal(key, 0, copies * pages, 1, PAGE, config.latent_width),
                 "q": normal(key, 3, b, t, config.num_heads, config.latent_width), "lens": jnp.full((b,), s, jnp.int32),
+                "live": jnp.full((b,), t, jnp.int32),
                 "weights": normal(key, 4, b, t, config.index_heads).astype(jnp.float32) * q_scale,
             }, index_q  # fmt: skip
 
@@ -110,7 +114,7 @@ class Layer:
 
     def scores(self, arrays: Arrays, q: jax.Array, table: jax.Array) -> jax.Array:
         return index_scores(
-            q, arrays["weights"], arrays["keys"], table, arrays["lens"], index_scale=arrays["key_scale"],
+            q, arrays["weights"], arrays["keys"], table, arrays["lens"], q_lens=arrays["live"], index_scale=arrays["key_scale"],
         )  # fmt: skip
 
     def choice(self, arrays: Arrays, scores: jax.Array, table: jax.Array) -> jax.Array:
@@ -126,7 +130,7 @@ class Layer:
         return self.attention(arrays, arrays["q"], slots)
 
     def dense(self, arrays: Arrays, q: jax.Array, table: jax.Array) -> jax.Array:
-        return mla_attention(q, arrays["latents"], table, arrays["lens"], **self.options)
+        return mla_attention(q, arrays["latents"], table, arrays["lens"], q_lens=arrays["live"], **self.options)
 
 
 def programs(
@@ -134,12 +138,14 @@ def programs(
 ) -> dict[str, Callable[[], float]]:
     """What measures each of the steps."""
     layer = Layer(config, b, t, s)
-    cases: dict[str, tuple[Step, jax.Array, Sequence[jax.Array]]] = {
-        "scores": (layer.scores, layer.index_q, layer.tables), "choice": (layer.choice, layer.found, layer.tables),
-        "attention": (layer.attention, layer.arrays["q"], layer.slots), "sparse": (layer.sparse, layer.index_q, layer.tables),
-        "dense": (layer.dense, layer.arrays["q"], layer.tables),
-    }  # fmt: skip
-    return {name: compiled(cases[name][0], layer.arrays, *cases[name][1:], rounds) for name in steps}
+    cases: dict[str, tuple[Step, Callable[[], tuple[jax.Array, Sequence[jax.Array]]]]] = {
+        "scores": (layer.scores, lambda: (layer.index_q, layer.tables)),
+        "choice": (layer.choice, lambda: (layer.found, layer.tables)),
+        "attention": (layer.attention, lambda: (layer.arrays["q"], layer.slots)),
+        "sparse": (layer.sparse, lambda: (layer.index_q, layer.tables)),
+        "dense": (layer.dense, lambda: (layer.arrays["q"], layer.tables)),
+    }
+    return {name: compiled(cases[name][0], layer.arrays, *cases[name][1](), rounds) for name in steps}
 
 
 def floors(config: SparseDeepseekConfig, b: int, t: int, s: int) -> dict[str, float]:

@@ -47,7 +47,7 @@ from dflash_jax.text.grammars import Grammars
 from dflash_jax.text.pictures.encoder import VisionEncoder
 from dflash_jax.text.pictures.float8 import VisionScales, read_vision_scales
 from dflash_jax.text.pictures.reading import Processor
-from dflash_jax.text.tokenizer import Tokenizer, end_token_ids, tokenizer_notices
+from dflash_jax.text.tokenizer import Tokenizer, end_notice, end_token_ids, tokenizer_notices
 
 
 @dataclass(repr=False)
@@ -276,6 +276,7 @@ def load(
         )
     name = "the shipped pair" if path is None else str(path)
     eos_ids = end_token_ids(target.folder, tokenizer)
+    notices += end_notice(eos_ids, target.config.vocab_size)
     model = Model(name, engine, tokenizer, eos_ids, memory, notices, defaults, vision=vision)
 
     def observe(params: Mapping[str, Array]) -> None:

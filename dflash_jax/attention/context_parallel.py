@@ -10,7 +10,7 @@ from typing import cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from dflash_kernels import mla_attention
+from dflash_kernels import latent_decode, mla_attention
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from dflash_jax.attention.mla import LatentLayer
@@ -108,12 +108,14 @@ def absorbed_over_ranks(
     layer: LatentLayer,
     q_nope: Float[Array, "B T n P"],
     q_pe: Float[Array, "B T n r"],
-    latent_pages: Shaped[Array, "pages 1 p C"],
+    latent_pages: Shaped[Array, "pages 1 p stored"],
     page_table: Int[Array, "B W"],
     seq_lens: Int[Array, "B"],
     q_lens: Int[Array, "B"],
     ranks: int,
     interleave: int,
+    *,
+    latent_scale: Float[Array, ""] | None = None,
 ) -> Float[Array, "B T n V"]:
     """`absorbed_attention` of a rank's n heads over all ranks' rows.
 
@@ -122,10 +124,17 @@ def absorbed_over_ranks(
 
     Args:
       q_nope, q_pe: of at most `most_queries(ranks, interleave)` tokens.
+      latent_pages: in any format of `dflash_kernels.kv_cache.latent`. Rows in eight bits are unpacked into pages of their own
+        first, all that the table names: no kernel takes them with limits.
       seq_lens, q_lens: of whole sequences.
+      latent_scale: of float8 pages.
     """
     rank = layer.w_uv.shape[-1]
     q = jax.lax.all_gather(layer.absorb(q_nope, q_pe), AXIS, axis=2, tiled=True)
+    if latent_pages.dtype != q.dtype:
+        named = latent_pages[jnp.clip(page_table, 0, latent_pages.shape[0] - 1)].reshape(-1, *latent_pages.shape[1:])
+        latent_pages = latent_decode(named, q.dtype, kv_lora_rank=rank, scale=latent_scale)
+        page_table = jnp.arange(page_table.size, dtype=jnp.int32).reshape(page_table.shape)
     stand, limits = limits_on_rank(seq_lens, q_lens, own_rank(), ranks=ranks, interleave=interleave)
     found = mla_attention(
         q,

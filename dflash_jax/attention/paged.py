@@ -8,6 +8,8 @@ import jax.numpy as jnp
 from dflash_kernels import (
     PagedSchedule,
     attention_chain,
+    few_qkv_write,
+    few_qkv_write_refusal,
     kv_write,
     latent_encode,
     latent_write,
@@ -32,6 +34,7 @@ from dflash_jax.execution import switches
 from dflash_jax.models.deepseek import MLAttention
 from dflash_jax.models.dflash import DFlash
 from dflash_jax.models.layers import Attention, Rotary
+from dflash_jax.parallel.collectives import ranks_here
 
 
 class PagedAttend:
@@ -123,21 +126,54 @@ class PagedAttend:
             )
             q, cache = q.reshape(*qkv.shape[:2], *q.shape[1:]), cache.with_layer(i, k=k, v=v)
             if written is not None and k.dtype == jnp.int8:
-                k_scale, cache = written, cache.with_layer(i, k_scale=written)  # of the new keys, too
+                cache = cache.with_layer(i, k_scale=written)  # of the new keys, too
         else:
             q = layer.queries(qkv, rotary)
+        return self._over(layer, q, cache), cache
+
+    def of_rows(self, layer: Attention, x: Array, rotary: Rotary, cache: Pages) -> tuple[Array, Pages] | None:
+        """The layer's projection of `x [B,T,D]` as well, where that, the rotation and the write are one launch; else None."""
+        i, weight = layer.index, layer.qkv_proj.weight[...]
+        pool, bias = cache.k[i], layer.qkv_proj.bias
+        if (
+            not (switches.FEW and isinstance(weight, jax.Array) and bias is not None)
+            or self.dealt > 1
+            or not layer.keeps
+        ):
+            return None
+        if (
+            layer.pairs
+            or layer.beside
+            or layer.norms[0] is not None
+            or pool.dtype != cache.v[i].dtype
+            or ranks_here() > 1
+        ):
+            return None
+        sizes = {"head_dim": pool.shape[3], "turned": 2 * rotary.cos.shape[-1], "page_dtype": pool.dtype}
+        if few_qkv_write_refusal(self.rows, x.dtype, x.shape[-1], **sizes) is not None:
+            return None
+        rows, cos, sin = (one.reshape(self.rows, one.shape[-1]) for one in (x, *rotary))
+        q, k, v = few_qkv_write(pool, cache.v[i], rows, weight, bias[...], of_layer(self.slots, i), cos, sin)
+        cache = cache.with_layer(i, k=k, v=v)
+        return self._over(layer, q.reshape(*x.shape[:2], *q.shape[1:]), cache), cache
+
+    def _over(self, layer: Attention, q: Array, cache: Pages) -> Array:
+        """Queries over the pages, which have their own rows already."""
+        i = layer.index
+        k, v, table, parts = cache.k[i], cache.v[i], of_layer(self.page_table, i), self._parts(layer)
+        k_scale = cache.k_scale[i] if cache.k_scale else None
+        v_scale = cache.v_scale[i] if cache.v_scale else None
         options: Any = {
             "q_lens": self.q_lens, "causal": layer.causal, "sinks": None if layer.sinks is None else layer.sinks[...],
             "scale": layer.scale, "soft_cap": layer.soft_cap, "k_scale": k_scale, "v_scale": v_scale,
         }  # fmt: skip
         schedule = self.schedule if k.dtype.itemsize > 1 or switches.NARROW_ITEMS else None
         if parts is not None:
-            out = cascade_attention(q, k, v, parts, self.seq_lens, schedule=schedule, **options)
-            return cast(Array, out), cache
+            return cast(Array, cascade_attention(q, k, v, parts, self.seq_lens, schedule=schedule, **options))
         # The schedule of a call that shares pages is for what is left of the sequences.
         schedule = schedule if self.parts is None else None
         options |= {"window": layer.window, "schedule": schedule, "batch_invariant": self.exact}
-        return attend_to_pages(q, k, v, table, self.seq_lens, **options), cache
+        return attend_to_pages(q, k, v, table, self.seq_lens, **options)
 
     def _over_ranks(self, layer: Attention, qkv: Array, rotary: Rotary, cache: Pages) -> tuple[Array, Pages]:
         """The same where ranks that have the same key head keep a part each of every page: what lies before the new tokens is
@@ -237,8 +273,9 @@ class PagedAttend:
         expands = self.form.expands(tokens, heads=heads, rank=rank, nope=nope, value=layer.w_uv.shape[1])
         if self.dealt > 1 and not expands and tokens <= most_queries(self.dealt, self.interleave):
             return absorbed_over_ranks(
-                layer, q_nope, q_pe, pool, self.page_table, self.seq_lens, self.q_lens, self.dealt, self.interleave
-            )
+                layer, q_nope, q_pe, pool, self.page_table, self.seq_lens, self.q_lens, self.dealt, self.interleave,
+                latent_scale=scale,
+            )  # fmt: skip
         if self.dealt == 1 and not expands:
             return absorbed_attention(
                 layer,

@@ -29,7 +29,14 @@ from dflash_jax.models.dflash import HEAD_INDEX, SHARED_HEAD
 from dflash_jax.options import RELEASED, WeightDtype
 from dflash_jax.parallel.ranks import Ranks, held, held_bytes, share_config
 from dflash_jax.quantization.mxfp4 import Mxfp4, dequantise_weights
-from dflash_jax.quantization.weights import Quantised, Weight, quantise_shares, quantise_weights, rounding
+from dflash_jax.quantization.weights import (
+    Quantised,
+    Weight,
+    quantise_shares,
+    quantise_weights,
+    rounding,
+    rounding_jobs,
+)
 
 type Shapes = dict[str, dict[str, Any]]
 
@@ -203,7 +210,7 @@ def reading_bytes(stored: Shapes, kept: Shapes, arriving: frozenset[str] = froze
     """The most that `read_weights` holds at a time on the device.
 
     A model is there whole before its matrices are rounded or dequantised, a drafter beside the target as it is kept, and one array
-    is made at a time. Of a model that is rounded as it arrives the arrays that are on their way are there beside what is kept.
+    is made at a time. Of a model that is rounded as it arrives there are, beside what is kept, the arrays that are on their way.
 
     Args:
       stored: of `stored_shapes`; `kept` of `weight_shapes`.
@@ -212,22 +219,20 @@ def reading_bytes(stored: Shapes, kept: Shapes, arriving: frozenset[str] = froze
     held, most = 0, 0
     for role, table in stored.items():
         whole, rounded = weight_bytes({role: table}), weight_bytes({role: kept[role]})
-        if role in arriving:
-            most = max(most, held + rounded + ring_bytes(weight_bytes({role: {"": one}}) for one in table.values()))
-        else:
-            made = 0 if kept[role] == table else max(weight_bytes({role: {"": one}}) for one in kept[role].values())
-            most = max(most, held + max(whole, rounded) + made)
+        made = 0 if kept[role] == table else max(weight_bytes({role: {"": one}}) for one in kept[role].values())
+        on_the_way = ring_bytes(weight_bytes({role: {"": one}}) for one in table.values())
+        most = max(most, held + made + (rounded + on_the_way if role in arriving else max(whole, rounded)))
         held += rounded
     return most
 
 
 def reading_jobs(kept: Mapping[str, Mapping[str, Any]]) -> list[Callable[[], Any]]:
-    """What compiles the programs that `read_weights` makes weights of these shapes with, where they are not rounded.
+    """What compiles the programs that `read_weights` makes weights of these shapes with.
 
     Beside larger programs, which are compiled while weights are read, each takes half a second or more: they are worth being there
     before the weights are.
     """
-    jobs = blocking_jobs(kept)
+    jobs = blocking_jobs(kept) + rounding_jobs(kept)
     if HEAD_INDEX in kept.get("draft", {}):
         head = _head(kept["target"])
         if not isinstance(head.sharding, NamedSharding):
@@ -358,8 +363,7 @@ def _copied_head(
             return {}
         if ranks is None:
             return {HEAD_INDEX: _index(head)}
-        axis = None if len(head) == config.vocab_size else 0
-        return ranks.each(lambda own: {HEAD_INDEX: head_index(own[""])}, {"": head}, axis=axis)
+        return ranks.each(lambda own: {HEAD_INDEX: head_index(own[""])}, {"": head}, axis=ranks.axis_of(head))
     copied = {SHARED_HEAD: head}
     return quantise_weights(copied, kind) if ranks is None else quantise_shares(copied, kind, ranks)
 

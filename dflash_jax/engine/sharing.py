@@ -61,9 +61,14 @@ def _check_dealing(target: DecoderConfig, draft: DFlashConfig | None, options: L
         raise ParameterError(
             f"{subject}={dealt} is not there for {name}, whose layers have windows, attention sinks or soft caps: leave it out"
         )
-    if options.cache_dtype is not None:
+    if traits.attention == "heads" and options.cache_dtype is not None:
         raise ParameterError(
-            f"{subject}={dealt} deals out pages in the model's dtype, got cache_dtype={options.cache_dtype!r}: leave one out"
+            f"{subject}={dealt} deals out pages of heads in the model's dtype, got cache_dtype={options.cache_dtype!r}: leave one "
+            "out"
+        )
+    if options.query_dtype is not None:
+        raise ParameterError(
+            f"{subject}={dealt} attends with queries in the model's dtype, got query_dtype={options.query_dtype!r}: leave one out"
         )
     if any(spec.index for spec in layer_specs(target)):
         raise ParameterError(

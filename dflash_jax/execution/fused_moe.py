@@ -9,18 +9,24 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from dflash_kernels import (
+    ColumnBlocks,
     RankExchange,
     add_norm,
+    add_norm_dense,
+    add_norm_dense_refusal,
     add_norm_scores,
     dense_parts,
     dense_refusal,
     dense_scores,
+    few_linear,
+    few_linear_refusal,
     routed_experts_exchange,
 )
 from jaxtyping import Array, Float
 
+from dflash_jax.execution import switches
 from dflash_jax.execution.fused_dense import multiplied, summed_norm
-from dflash_jax.models.layers import Cache, Linear, Norm, Rotary, linear
+from dflash_jax.models.layers import Cache, Linear, Mixer, Norm, Rotary, linear
 from dflash_jax.parallel.collectives import ranks_here, reduced
 from dflash_jax.quantization.weights import Quantised
 
@@ -42,24 +48,68 @@ def run_fused_moe(
     rows = x.shape[0] * x.shape[1]
     exchange = routed_experts_exchange(max(layer.mlp.experts.count if layer.mlp.routed else 0 for layer in layers))
     stream, normed, streams = x.reshape(rows, -1), normed.reshape(rows, -1), []
+    projected: Array | None = None
     for layer, later in zip(layers, (*layers[1:], None), strict=True):
-        first, last = layer.mixer.projections
-        projected = multiplied(first, normed)
-        mixed, cache = layer.mixer.mix(projected.reshape(*x.shape[:-1], -1), rotary, attend, cache)
+        mixer, last = layer.mixer, layer.mixer.projections[1]
+        if projected is None:
+            mixed, cache = _mixed(mixer, normed.reshape(x.shape), rotary, attend, cache)
+        else:
+            mixed, cache = mixer.mix(projected.reshape(*x.shape[:-1], -1), rotary, attend, cache)
         parts = _projected(last, mixed.reshape(rows, -1), meets=ranks is None)
         stream, parts = _fed(layer, parts, stream, exchange, ranks)
         after = norm if later is None else later.input_norm
+        projected = None
         if ranks is not None:
             stream, normed = summed_norm(parts, stream, after, ranks)
+        elif later is not None and _together(later.mixer.projections[0], rows, x.dtype):
+            matrix = later.mixer.projections[0].weight[...]
+            stream, projected = add_norm_dense(parts, stream, matrix=matrix, **_weight(after))
         else:
             stream, normed = add_norm(parts, stream, **_weight(after))
         streams.append(stream.reshape(x.shape))
     return streams, normed.reshape(x.shape), cache
 
 
+def _together(projection: Linear, rows: int, dtype: Any) -> bool:
+    """Whether a norm and the projection after it are one launch."""
+    weight = projection.weight[...]
+    plain = projection.bias is None and isinstance(weight, jax.Array) and weight.dtype == dtype
+    if not switches.NORM_PRODUCT or not plain:
+        return False
+    return add_norm_dense_refusal(rows, dtype, features=weight.shape[0], depth=weight.shape[1]) is None
+
+
+def _mixed(
+    mixer: Mixer, x: Float[Array, "B T D"], rotary: Rotary, attend: Any, cache: Cache
+) -> tuple[Float[Array, "B T ..."], Cache]:
+    """What mixes tokens, from the normed stream on: in one launch up to the write where attention offers that."""
+    whole = getattr(mixer, "mix_rows", None)
+    found = None if whole is None else whole(x, rotary, attend, cache)
+    if found is not None:
+        return found
+    projected = _biased(mixer.projections[0], x.reshape(-1, x.shape[-1]))
+    return mixer.mix(projected.reshape(*x.shape[:-1], -1), rotary, attend, cache)
+
+
+def _biased(layer: Linear, x: Float[Array, "M D"], *, parts: bool = False) -> Float[Array, "... M F"]:
+    """A product, in one launch where few rows have a bias; or `parts` of it."""
+    if not _few(layer, x):
+        return layer(x)[None] if parts else multiplied(layer, x)
+    weight, bias = layer.weight[...], layer.bias
+    return few_linear(x, weight, None if bias is None else bias[...], parts=parts)
+
+
+def _few(layer: Linear, x: Float[Array, "M D"]) -> bool:
+    weight = layer.weight[...]
+    plain = layer.bias is not None and not isinstance(weight, Quantised | ColumnBlocks) and ranks_here() == 1
+    return switches.FEW and plain and few_linear_refusal(x.shape[0], x.dtype, *weight.shape) is None
+
+
 def _projected(layer: Linear, x: Float[Array, "M F"], *, meets: bool) -> Float[Array, "S M D"]:
     """A product in parts where rows are many, else in one; where it `meets`, of all ranks' shares."""
     weight = layer.weight[...]
+    if meets and _few(layer, x):
+        return _biased(layer, x, parts=True)
     if (
         isinstance(weight, Quantised)
         or layer.bias is not None
@@ -72,7 +122,8 @@ def _projected(layer: Linear, x: Float[Array, "M F"], *, meets: bool) -> Float[A
 
 def _weight(norm: Norm) -> dict[str, Any]:
     """A norm, as operations take it."""
-    return {"weight": norm.weight[...], "eps": norm.eps, "zero_centered": norm.zero_centered}
+    how = {"eps": norm.eps, "zero_centered": norm.zero_centered, "rounds_last": norm.rounds_last}
+    return {"weight": norm.weight[...], **how}
 
 
 def _fed(
@@ -93,7 +144,8 @@ def _fed(
         stream, normed = add_norm(parts, stream, **norm)
         return stream, feed(normed)[None]
     else:
-        stream, normed, scores = add_norm_scores(parts, stream, scorer=feed.router.weight[...], **norm)
+        scorer, bias = feed.router.weight[...], feed.router.score_bias
+        stream, normed, scores = add_norm_scores(parts, stream, scorer=scorer, bias=bias, **norm)
     parts = feed.experts.parts(normed, feed.router, scores, exchange)
     shared = feed.beside(normed)
     if ranks is None and ranks_here() > 1:

@@ -27,6 +27,7 @@ from dflash_kernels import (
     float8_refusal,
     layer_chain_refusal,
     linear_chain_refusal,
+    mxfp4_mixture_refusal,
     paged_attention,
     rank_exchange_refusal,
     routed_experts_refusal,
@@ -35,7 +36,7 @@ from dflash_kernels.attention.mla.launch import NARROW_ROWS
 from dflash_kernels.core.device import HOPPER, target
 
 from dflash_jax.execution import switches
-from dflash_jax.models.traits import LayerTraits
+from dflash_jax.models.traits import Activation, LayerTraits
 from dflash_jax.quantization.mxfp4 import Mxfp4
 from dflash_jax.quantization.weights import MANY_ROWS, Quantised, Weight
 
@@ -165,12 +166,14 @@ class CallShape:
       dtype: of activations.
       pages: what attention reads and writes; None where that are no pages of heads, or where several rows may be of one sequence,
         so that none may attend before all are written.
+      exchanges: whether devices that share the layers would add up in the package's own kernels, if these run them.
     """
 
     sequences: int
     tokens: int
     dtype: jnp.dtype
     pages: PageShape | None = None
+    exchanges: bool = False
 
     @property
     def rows(self) -> int:
@@ -252,6 +255,7 @@ def choose(
         dtype = call.dtype.name
         layout: Layout = "rows" if reason is not None else "column_blocks"
         weights = WeightFormat(dtype, layout=layout, plain=dtype == "bfloat16")
+    call = replace(call, exchanges=ranks > 1 and apart is None)
     runner: Runner = "plain"
     for name, refuse in _RUNNERS.items():
         reason = _ranks_refusal(name, exchange=apart is None) if ranks > 1 else None
@@ -332,16 +336,16 @@ def _ranks_refusal(runner: Runner, *, exchange: bool) -> str | None:
     return None
 
 
-def _layers_refusal(traits: LayerTraits) -> str | None:
-    """Why no fused runner takes these layers at all."""
+def _layers_refusal(traits: LayerTraits, activation: Activation = "silu") -> str | None:
+    """Why no fused runner takes these layers at all, those whose kernels of a feed-forward have this activation."""
     if traits.attention == "latent":
         return "keys and values are latent rows, whose projections no fused runner has"
     if traits.delta is not None and not switches.HYBRID:
         return "some layers are gated delta nets, whose fused runners are switched off"
     if traits.normed_out:
         return "what comes out of a sublayer is normed before it is added, for which kernels have no epilogue"
-    if traits.activation != "silu":
-        return f"the feed-forward's activation is {traits.activation}, kernels have silu"
+    if traits.activation != activation:
+        return f"the feed-forward's activation is {traits.activation}, kernels have {activation}"
     if traits.value_scale != 1.0:
         return f"what attention gives is multiplied with {traits.value_scale}, which is a step of its own"
     return None
@@ -385,7 +389,8 @@ def _fused_dense_refusal(traits: LayerTraits, call: CallShape, weights: WeightFo
         return "weights are quantized"
     if weights.layout == "column_blocks":
         return None  # which only these kernels multiply
-    if call.rows < TILE_ROWS and traits.hidden >= WIDE:
+    # What XLA multiplies faster is added up by collectives, with which a loop is no graph.
+    if call.rows < TILE_ROWS and traits.hidden >= WIDE and not call.exchanges:
         return (
             f"{call.rows} rows fill no tile of {TILE_ROWS}, and XLA's products of layers of {traits.hidden} are faster"
         )
@@ -415,17 +420,18 @@ def _eight_bits_refusal(traits: LayerTraits) -> str | None:
 def _fused_moe_refusal(traits: LayerTraits, call: CallShape, weights: WeightFormat) -> str | None:
     if weights.experts == "mxfp4":
         return "experts are stored in MXFP4, which the kernel of routed experts does not read"
-    if weights.experts == "mxfp4_tiles":
-        return (
-            "experts are in tiles of MXFP4, whose kernel the layers call themselves: it reads four bits and has biases"
-        )
-    if (reason := _convolved_refusal(traits) or _layers_refusal(traits)) is not None:
+    tiles = weights.experts == "mxfp4_tiles"
+    if tiles and not switches.FUSED_MXFP4:
+        return "experts are in tiles of MXFP4, for which it is switched off"
+    reason = _convolved_refusal(traits) or _layers_refusal(traits, "clamped_swiglu" if tiles else "silu")
+    if reason is not None:
         return reason
     experts = traits.experts
     if experts is None:
         return "no layer has experts"
+    refuse = mxfp4_mixture_refusal if tiles else routed_experts_refusal
     sizes = {"experts": experts.count, "hidden": traits.hidden, "inner": experts.inner}
-    return routed_experts_refusal(call.rows, experts.per_token, call.dtype, **sizes)
+    return refuse(call.rows, experts.per_token, call.dtype, **sizes)
 
 
 type _Refuse = Callable[[LayerTraits, CallShape, WeightFormat], str | None]

@@ -36,6 +36,8 @@ class Planned:
         if isinstance(table, Quantised) or self.plan.runner == "plain":
             return table[ids], None
         norm = layers[0].input_norm
+        if norm.rounds_last and not norm.zero_centered:
+            return table[ids], None  # for which `embed_norm` has no form
         x, normed = embed_norm(
             table, ids.reshape(-1), norm.weight[...], eps=norm.eps, zero_centered=norm.zero_centered
         )  # fmt: skip

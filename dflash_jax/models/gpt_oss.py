@@ -205,6 +205,11 @@ class BiasedRouter(nnx.Module):
         best, experts = jax.lax.top_k(self.logits(x), self.taken)
         return experts, jax.nn.softmax(best, axis=-1)
 
+    @property
+    def score_bias(self) -> Float[Array, "E"]:
+        """What is added to the products with the weight's rows."""
+        return self.bias[...]
+
     def logits(self, x: Float[Array, "T D"]) -> Float[Array, "T E"]:
         return dense_scores(x, self.weight[...]) + self.bias[...].astype(jnp.float32)
 
@@ -249,12 +254,14 @@ class BiasedExperts(nnx.Module):
         sizes = {"experts": self.count, "hidden": self.hidden, "inner": self.inner}
         return self.tiled and mxfp4_mixture_refusal(tokens, taken, dtype, **sizes) is None
 
-    def parts(self, x: Float[Array, "T D"], router: BiasedRouter) -> Float[Array, "n T D"]:
+    def parts(
+        self, x: Float[Array, "T D"], router: BiasedRouter, logits: Float[Array, "T E"], exchange: Any = None
+    ) -> Float[Array, "n T D"]:
         """What a token's experts give, weighted, in float32, to be added, by the kernel that reads tiles. Nothing differentiates
         this."""
         (gate_up, first), (down, last) = (self._by_expert(one) for one in (self.gate_up_proj, self.down_proj))
-        how = {"taken": router.taken, "alpha": self.alpha, "limit": self.limit}
-        return mxfp4_mixture(router.logits(x), x, gate_up, first, down, last, **how)
+        how = {"taken": router.taken, "alpha": self.alpha, "limit": self.limit, "exchange": exchange}
+        return mxfp4_mixture(logits, x, gate_up, first, down, last, **how)
 
     def chosen(
         self, x: Float[Array, "T D"], experts: Int[Array, "T k"], weights: Float[Array, "T k"]
@@ -335,9 +342,12 @@ class BiasedMoE(nnx.Module):
         rows = x.reshape(-1, x.shape[-1])
         if self.experts.streams(min(rows.shape[0], _MOST_ROWS), self.router.taken, x.dtype):
             some = [rows[first : first + _MOST_ROWS] for first in range(0, rows.shape[0], _MOST_ROWS)]
-            out = [self.experts.parts(one, self.router).sum(axis=0).astype(x.dtype) for one in some]
-            return jnp.concatenate(out).reshape(x.shape)
+            parts = (self.experts.parts(one, self.router, self.router.logits(one)) for one in some)
+            return jnp.concatenate([one.sum(axis=0).astype(x.dtype) for one in parts]).reshape(x.shape)
         return reduced(self.experts(rows, *self.router(rows))).reshape(x.shape)
+
+    def beside(self, x: Float[Array, "... D"]) -> None:
+        """There are no shared experts."""
 
 
 class GptOss(Decoder):

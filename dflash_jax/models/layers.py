@@ -289,6 +289,7 @@ ONE_BY_ONE = OneByOne()
 
 class RMSNorm(nnx.Module):
     zero_centered = False
+    rounds_last = False  # after its weight, not before
 
     def __init__(self, dim: int, eps: float):
         self.weight = nnx.Param(jnp.ones((dim,)))
@@ -301,6 +302,8 @@ class RMSNorm(nnx.Module):
 class WideNorm(RMSNorm):
     """RMS norm whose weight is applied in float32, before the cast back, as Hugging Face's gpt-oss does."""
 
+    rounds_last = True
+
     def __call__(self, x: Array) -> Array:
         wide = x.astype(jnp.float32)
         wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
@@ -310,7 +313,7 @@ class WideNorm(RMSNorm):
 class ZeroCenteredNorm(nnx.Module):
     """RMS norm whose weight is kept as its offset from 1; both are applied in float32, as Hugging Face's Qwen3.5 does."""
 
-    zero_centered = True
+    zero_centered, rounds_last = True, True
 
     def __init__(self, dim: int, eps: float):
         self.offset = nnx.Param(jnp.zeros((dim,)))
@@ -450,6 +453,11 @@ class Attention(nnx.Module):
             parts = halved(heads[..., :turning, :], self.pairs), heads[..., turning:, :]
             projected = jnp.concatenate(parts, axis=-2).reshape(projected.shape)
         return attend(self, projected, rotary, cache)
+
+    def mix_rows(self, x: Array, rotary: Rotary, attend: Attend, cache: Cache) -> tuple[Array, Cache] | None:
+        """`mix` of the first projection of `x [B,T,D]`, where attention has both in fewer launches (`of_rows`); else None."""
+        whole = getattr(attend, "of_rows", None)
+        return None if whole is None else whole(self, x, rotary, cache)
 
     def __call__(self, x: Array, rotary: Rotary, attend: Attend, cache: Cache = None) -> tuple[Array, Cache]:
         out, cache = self.mix(self.qkv_proj(x), rotary, attend, cache)

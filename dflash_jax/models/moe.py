@@ -125,6 +125,8 @@ class Router(nnx.Module):
       shared: every token takes one more expert, the last one, weighted by the sigmoid of its score.
     """
 
+    score_bias = None  # added to what the weight's rows give; `bias` below counts for the choice alone
+
     def __init__(self, config: ExpertsConfig, *, shared: bool = False):
         self.config, self.shared = config, shared
         self.weight = nnx.Param(jnp.zeros((config.num_experts + shared, config.hidden_size)))

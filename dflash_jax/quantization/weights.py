@@ -119,6 +119,27 @@ def quantise(matrix: Float[Array, "F D"], kind: WeightDtype, *, across: bool = F
     return Quantised(values, scales, jnp.dtype(matrix.dtype), paired, kind == "fp8_dynamic", doubled=doubled)
 
 
+_quantised = jax.jit(quantise, static_argnames=("kind", "doubled"))
+
+
+def rounding_jobs(weights: Mapping[str, Mapping[str, Any]]) -> list[Callable[[], Any]]:
+    """What compiles the programs with which `quantise_weights` makes weights of these shapes, where one device has them all."""
+    every = (one for table in weights.values() for one in table.values() if isinstance(one, Quantised))
+    alone = [one for one in every if getattr(one.values, "sharding", None) is None]
+    cases = {(one.shape, one.dtype, _kind(one), one.doubled) for one in alone}
+    return [partial(_compile, *case) for case in sorted(cases, key=str)]
+
+
+def _compile(shape: tuple[int, ...], dtype: jnp.dtype, kind: WeightDtype, doubled: int) -> None:
+    _quantised.lower(jax.ShapeDtypeStruct(shape, dtype), kind=kind, doubled=doubled).compile()
+
+
+def _kind(matrix: Quantised) -> WeightDtype:
+    if matrix.values.dtype == jnp.int8:
+        return "int8"
+    return "fp8_dynamic" if matrix.dynamic else "fp8"
+
+
 def _nearest(wide: Float[Array, "F D"], kind: WeightDtype, *, across: bool) -> tuple[Array, Float[Array, "F"]]:
     """The numbers of eight bits nearest to a matrix in float32, and the scale of each row."""
     dtype, largest = _FORMATS[kind]
@@ -201,13 +222,13 @@ def rounding(
       params: arrays or shapes, of which gates are counted.
       ranks: devices that share them: the same model is rounded in the same way for any number of them.
     """
-    doubled, jitted = _doubled_rows(params), jax.jit(quantise, static_argnames=("kind", "doubled"))
+    doubled = _doubled_rows(params)
 
     def rounded_one(name: str, array: Array) -> Weight:
         if not _is_rounded(name):
             return array
         if ranks is None:
-            return jitted(array, kind, doubled=doubled.get(name, 0))
+            return _quantised(array, kind=kind, doubled=doubled.get(name, 0))
         return _rounded_share(array, kind, ranks, doubled.get(name, 0))
 
     return rounded_one

@@ -219,6 +219,17 @@ def end_token_ids(folder: Path, tokenizer: Tokenizer | None) -> tuple[int, ...]:
     return tuple(dict.fromkeys(ids))
 
 
+def end_notice(ids: tuple[int, ...], vocab_size: int) -> list[str]:
+    """What to say of a model whose texts never end by themselves, because no end token is in its vocabulary."""
+    if not ids or min(ids) < vocab_size:
+        return []
+    named = ", ".join(map(str, ids))
+    return [
+        f"no text ends by itself: end tokens ({named}) lie outside the vocabulary of {vocab_size:,}; set eos_token_id in "
+        "generation_config.json"
+    ]
+
+
 def tokenizer_notices(folder: Path) -> list[str]:
     """What to say of a folder whose tokenizer is code, which nothing here runs."""
     if (folder / "tokenizer.json").is_file():

@@ -29,6 +29,7 @@ from dflash_kernels.fused.experts.api import (
     routed_experts_refusal,
 )
 from dflash_kernels.fused.experts.mxfp4 import mxfp4_mixture, mxfp4_mixture_refusal
+from dflash_kernels.fused.few_qkv.api import FewQkvWritten, few_qkv_write, few_qkv_write_refusal
 from dflash_kernels.fused.layer.api import (
     Chained,
     attention_chain,
@@ -52,6 +53,8 @@ from dflash_kernels.kv_cache.write.mla import MlaWritten, mla_write
 from dflash_kernels.kv_cache.write.qkv import KvWritten, QkvWritten, kv_write, qkv_write
 from dflash_kernels.matmul.dense.api import (
     add_norm,
+    add_norm_dense,
+    add_norm_dense_refusal,
     add_norm_scores,
     dense,
     dense_best,
@@ -61,6 +64,7 @@ from dflash_kernels.matmul.dense.api import (
     dense_refusal,
 )
 from dflash_kernels.matmul.dense.reference import dense_scores
+from dflash_kernels.matmul.few.api import few_linear, few_linear_refusal
 from dflash_kernels.matmul.float8.api import (
     float8_best,
     float8_candidates,
@@ -115,6 +119,7 @@ __all__ = [
     "DeltaShape",
     "DeltaState",
     "DeltaWeights",
+    "FewQkvWritten",
     "Float8Rows",
     "KvWritten",
     "MlaWritten",
@@ -126,6 +131,8 @@ __all__ = [
     "QuantizedOutput",
     "RankExchange",
     "add_norm",
+    "add_norm_dense",
+    "add_norm_dense_refusal",
     "add_norm_scores",
     "attention_chain",
     "attention_chain_exchange",
@@ -150,6 +157,10 @@ __all__ = [
     "dequantize_output",
     "dequantize_tensor",
     "embed_norm",
+    "few_linear",
+    "few_linear_refusal",
+    "few_qkv_write",
+    "few_qkv_write_refusal",
     "filter_logits",
     "filtered_choice",
     "float8_best",

@@ -217,7 +217,7 @@ def test_a_large_model_in_eight_bits_never_takes_its_sixteen():
     stored = stored_shapes(models, jnp.dtype("bfloat16"))
     assert 32e9 < weight_bytes(kept) < 34e9
     assert reading_bytes(stored, kept) > 64e9
-    assert reading_bytes(stored, kept, rounded_on_arrival(models, "fp8")) < weight_bytes(kept) + 2e9
+    assert reading_bytes(stored, kept, rounded_on_arrival(models, "fp8")) < weight_bytes(kept) + 3e9
 
 
 def test_a_model_that_is_not_rounded_is_not_copied_while_it_is_read():

@@ -38,6 +38,7 @@ from dflash_jax.models.presets import (
     TARGETS,
 )
 from dflash_jax.models.traits import DeltaTraits
+from dflash_jax.parallel.ranks import share_config
 from dflash_jax.quantization.weights import quantise_weights
 
 from ..devices import h200, on
@@ -169,6 +170,17 @@ def test_several_devices_and_switches_leave_other_runners(monkeypatch: pytest.Mo
         monkeypatch.setattr(switches, "HYBRID", False)
         found = choose(layer_traits(HYBRID_TARGETS["Qwen3.5-4B"]), CYCLE, FORMAT)
         assert "switched off" in (found.refused("persistent") or "")
+
+
+def test_few_rows_of_wide_layers_that_devices_share() -> None:
+    """XLA multiplies them faster, and adds up by collectives, with which a loop is no graph."""
+    traits = layer_traits(share_config(TARGETS["Qwen3-8B"], 4))
+    call, stored = CallShape(32, 1, BFLOAT16, PAGES), replace(FORMAT, layout="rows")
+    with h200():
+        outside, inside = (choose(traits, call, stored, ranks=4, loops=loops) for loops in (False, True))
+        assert choose(traits, call, stored).runner == "plain"
+    assert (outside.runner, outside.exchange) == ("plain", False)
+    assert (inside.runner, inside.exchange) == ("fused_dense", True)
 
 
 def test_pages_that_rows_may_share_keep_attention_apart() -> None:

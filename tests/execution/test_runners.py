@@ -20,7 +20,7 @@ from dflash_jax.attention.recurrent import verifying
 from dflash_jax.cache.pages import make_pages
 from dflash_jax.cache.recurrent import make_states
 from dflash_jax.checkpoints.huggingface import open_checkpoint
-from dflash_jax.execution import plan, switches
+from dflash_jax.execution import fused_moe, plan, switches
 from dflash_jax.execution.fused_dense import multiplied
 from dflash_jax.execution.plan import PLAIN, CallShape, ExecutionPlan, PageShape, choose, weight_format
 from dflash_jax.execution.runner import Planned
@@ -111,11 +111,14 @@ def test_hybrid_layers_agree_with_layers_called_one_by_one(case: str, monkeypatc
     monkeypatch.setattr(plan, "layer_chain_refusal", lambda *_, **__: None)
     monkeypatch.setattr(plan, "dense_refusal", lambda *_: None)
     monkeypatch.setattr(plan, "routed_experts_refusal", lambda *_, **__: None)
-    for wanted in ("persistent", "fused_dense") if case == "qwen3_5" else ("fused_moe",):
+    for wanted in ("persistent", "fused_dense") if case == "qwen3_5" else ("fused_moe",) * 2:
         chosen = choose(layer_traits(config), call, weight_format(params))
         assert (chosen.runner, chosen.attention) == (wanted, "apart")
         agree(theirs, run(chosen, params))
         monkeypatch.setattr(switches, "PERSISTENT", False)
+        # Then norms with the projections after them, as of one token.
+        monkeypatch.setattr(fused_moe, "add_norm_dense_refusal", lambda *_, **__: None)
+        run.clear_cache()
 
 
 @pytest.mark.few("int8-persistent-2")
@@ -175,6 +178,26 @@ def test_a_layer_with_experts_is_few_launches(name: str, tokens: int) -> None:
         text = jax.jit(run).trace(params, x).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("stablehlo.custom_call @mosaic_gpu_v2") == 3
     assert "top_k" not in text
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_one_token_is_normed_and_projected_at_once(together: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two layers of experts, the last norm of one and the first projection of the next, which may be switched off."""
+    monkeypatch.setattr(switches, "NORM_PRODUCT", together)
+    whole = HYBRID_TARGETS["Qwen3.5-35B-A3B"]
+    config = dataclasses.replace(whole, num_layers=2, windows=(None,) * 2, vocab_size=256, full_layers=(0, 1))
+    params = jax.eval_shape(lambda: init_params(qwen35_parameters(config), jax.random.key(0), "bfloat16"))
+
+    def run(params: Any, x: jax.Array) -> Any:
+        model: Any = bind(config, params)
+        chosen = choose(layer_traits(config), CallShape(1, 1, x.dtype), weight_format(params))
+        return runs(chosen, model, x, model.rotary(jnp.arange(1)[None]), dense_attend())[-1]
+
+    with h200():
+        x = jax.ShapeDtypeStruct((1, 1, config.hidden_size), jnp.bfloat16)
+        text = jax.jit(run).trace(params, x).lower(lowering_platforms=("cuda",)).as_text()
+    found = collections.Counter(re.findall(r"call @launch_(add_norm_dense|add_norm)(?:_\d+)?\(", text))
+    assert found == ({"add_norm_dense": 1, "add_norm": 1} if together else {"add_norm": 2})
 
 
 @pytest.mark.few("mistral_window")

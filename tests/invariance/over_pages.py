@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from dflash_kernels import (
     cache_write,
+    few_qkv_write,
     latent_decode,
     latent_encode,
     latent_expand,
@@ -22,6 +23,7 @@ from dflash_kernels.attention.mla import launch as of_mla
 from dflash_kernels.attention.mla.mosaic_gpu import tuned as tuned_mla
 from dflash_kernels.attention.paged.launch import Tuning
 from dflash_kernels.attention.paged.mosaic_gpu import tuned
+from dflash_kernels.fused.few_qkv.mosaic_gpu import launch as launch_few_qkv
 from dflash_kernels.kv_cache.latent_expand.launch import Tuning as ExpandTuning
 from dflash_kernels.kv_cache.latent_expand.mosaic_gpu import launch as launch_expand
 from dflash_kernels.kv_cache.write.mosaic_gpu import launch_mla, launch_qkv, launch_rows
@@ -251,6 +253,26 @@ def norm_rotation_write(
     return Form(draw, run, EXACT_PRODUCTS if real and xla else {}, middle=middle)
 
 
+def projection_and_write(real: bool) -> Form:
+    """Of a few rows, rotated."""
+    heads, kv_heads, depth, middle = (64, 8, 2880, REAL_MIDDLE) if real else (2, 1, 128, 126)
+    table = pages(middle)
+    pools = tuple(jnp.zeros((table.size, kv_heads, PAGE, 64), jnp.bfloat16) for _ in range(2))
+    features = (heads + 2 * kv_heads) * 64
+    weights = matrix(features, depth), norm_weight(features)
+    op: Any = few_qkv_write if real else partial(launch_few_qkv, interpret=INTERPRET)
+
+    def draw(call: Call) -> dict[str, jax.Array]:
+        return {"x": numbers(call, depth), "places": slots(call, table)} | angles(call, 32)
+
+    def run(args: dict[str, jax.Array]) -> Any:
+        (b, t, _), places = args["x"].shape, args["places"]
+        q, *written = op(*pools, args["x"].reshape(b * t, -1), *weights, places, args["cos"], args["sin"])
+        return [q.reshape(b, t, *q.shape[1:]), *(read(each, places, (b, t)) for each in written)]
+
+    return Form(draw, run, middle=middle)
+
+
 def write(real: bool) -> Form:
     """Of rows as they are, of heads."""
     heads, dim, middle = (8, 128, REAL_MIDDLE) if real else (2, 64, 126)
@@ -351,6 +373,7 @@ OVER_PAGES = {
     "latent attention over packed rows": Operation(partial(latent_attention, stored=jnp.uint8), [(2, 4)]),
     "latent rows expanded": Operation(expanded_latents, [(2, 4), (1, 3)], "TB"),
     "norm, rotation and write": Operation(norm_rotation_write, small=TWO, free="TB"),
+    "projection, rotation and write": Operation(projection_and_write, small=[(3, 4)], free="TB", most=16),
     "norm, rotation and write, zero-centered": Operation(partial(norm_rotation_write, zero_centered=True), small=TWO, free="TB"),
     "norm, rotation and write to float8 pages": Operation(partial(norm_rotation_write, stored=FP8), small=TWO, free="TB"),
     "norm, rotation and write to int8 pages": Operation(partial(norm_rotation_write, stored=INT8), small=TWO, free="TB"),

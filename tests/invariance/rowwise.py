@@ -21,6 +21,7 @@ from dflash_kernels import (
     dense_parts,
     dense_scores,
     embed_norm,
+    few_linear,
     filtered_choice,
     float8_candidates,
     float8_dense,
@@ -41,6 +42,7 @@ from dflash_kernels.fused.experts.mosaic_gpu import launch as launch_experts
 from dflash_kernels.fused.experts.mosaic_gpu_mxfp4 import launch as launch_mxfp4
 from dflash_kernels.fused.experts.plan_mxfp4 import Gate
 from dflash_kernels.matmul.dense import mosaic_gpu as of_dense
+from dflash_kernels.matmul.few.mosaic_gpu import launch as launch_few
 from dflash_kernels.matmul.float8 import mosaic_gpu as of_float8
 from dflash_kernels.matmul.grouped.mosaic_gpu import launch as launch_grouped
 from dflash_kernels.matmul.weight_only.mosaic_gpu import launch as launch_weight_only
@@ -120,6 +122,19 @@ def norm_and_router(real: bool) -> Form:
         in_rows("stream", "part", width=width), lambda stream, part: op(part[None], stream, weight, scorer, eps=EPS),
         **(EXACT_PRODUCTS if real else {}),
     )  # fmt: skip
+
+
+def few_products(real: bool, *, parts: bool) -> Form:
+    """With a bias, added up where parts are left to others."""
+    depth, features = (4096, 2880) if real else (192, 128)
+    weight, bias = matrix(features, depth), norm_weight(features)
+    op = few_linear if real else partial(launch_few, interpret=INTERPRET)
+
+    def run(x: jax.Array) -> jax.Array:
+        found = op(x, weight, bias, parts=parts)
+        return found.sum(axis=0) if parts else found
+
+    return rowwise(in_rows("x", width=depth), run)
 
 
 def norm_over_ranks(real: bool) -> Form:
@@ -474,6 +489,8 @@ ROWWISE = {
     "product onto the stream, normed": Operation(partial(products, form="onto"), [(4, 8)], real=WHOLE),
     "product in parts": Operation(partial(products, form="parts"), [(4, 8)], real=WHOLE),
     "product by blocks of columns": Operation(partial(products, form="blocks"), [(3, 4)], most=512),
+    "product of few rows": Operation(partial(few_products, parts=False), [(3, 4), (1, 2)], "TB", most=16),
+    "product of few rows in parts": Operation(partial(few_products, parts=True), [(3, 4), (1, 2)], "TB", most=16),
     "product of XLA": Operation(products_of_xla, []),
     "product of XLA, int8": Operation(partial(products_of_xla, kind="int8"), []),
     "product of XLA, fp8": Operation(partial(products_of_xla, kind="fp8"), []),

@@ -27,6 +27,8 @@ class Cluster:
         self.memory = np.full((ctas, 1 << 16), 0x7FC00000, np.uint32)
         self.used = 0
         self.active = np.ones(self.thread.shape, bool)
+        # Of barriers, by address: bytes that are missing, and threads that have arrived.
+        self.pending, self.arrived = np.zeros((ctas, 64), np.int64), np.zeros((ctas, 64), np.int64)
 
     def shared(self, words: int) -> Any:
         ref = SimpleNamespace(start=self.used, shape=(words,))
@@ -138,8 +140,33 @@ class Cluster:
         for step, value in enumerate(values):
             self.store_shared(base, word + np.uint32(step), value)
 
-    def load_peer(self, address: np.ndarray, cta: int) -> np.ndarray:
-        return self.memory[cta, address // 4]
+    def push_quad(self, base: Any, word: Any, cta: np.ndarray, values: list[np.ndarray], barrier: np.ndarray) -> None:
+        assert (word % 4 == 0).all()
+        assert (base % 16 == 0).all()
+        assert (cta[self.active] < self.ctas).all()
+        for step, value in enumerate(values):
+            place = (base // 4 + word + np.uint32(step)).astype(np.int64)
+            self.memory[cta[self.active], place[self.active]] = value[self.active]
+        np.add.at(self.pending, (cta[self.active], barrier[self.active]), -16)
+
+    def expect_bytes(self, barrier: np.ndarray, count: int, *, others: int = 0) -> None:
+        at = self.cta[self.active], barrier[self.active]
+        np.add.at(self.pending, at, count)
+        np.add.at(self.arrived, at, 1 + others)
+
+    def await_phase(self, barrier: np.ndarray, phase: np.ndarray) -> None:
+        """A warpgroup's threads must have arrived, and what was expected have come, for the first time."""
+        at = self.cta[self.active], barrier[self.active]
+        assert (self.pending[at] == 0).all()
+        assert (self.arrived[at] == 128).all()
+        assert (phase == 0).all()
+
+    def inline(self, ptx: str, address: np.ndarray) -> None:
+        self.when(np.ones(self.thread.shape, bool), ptx, address)
+
+    def over_lanes(self, value: np.ndarray, kind: str) -> np.ndarray:
+        of = {"add": np.add, "max": np.maximum, "min": np.minimum}[kind]
+        return np.repeat(of.reduce(self._warps(value), axis=1, dtype=np.uint32), WARP)
 
     def when(self, predicate: np.ndarray, ptx: str, address: Any, *values: np.ndarray) -> None:
         predicate = predicate & self.active
@@ -176,7 +203,4 @@ class Cluster:
         return self._warps(value)[:, np.arange(WARP) ^ distance].ravel()
 
     def cta_barrier(self) -> None:
-        pass
-
-    def cluster_barrier(self) -> None:
         pass

@@ -76,6 +76,13 @@ OPS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "qkv_write": (
         (POOL, POOL, array(64, 48 * 128), integers(64), *[array(64, 64, dtype=jnp.float32)] * 2), {"eps": 1e-6},
     ),
+    "few_qkv_write": (
+        (
+            *[array(99, 8, 64, 64)] * 2, array(8, 2880), array(5120, 2880), array(5120), integers(8),
+            *[array(8, 32, dtype=jnp.float32)] * 2,
+        ),
+        {},
+    ),
     "kv_write": (
         ((POOL,) * 5, (POOL,) * 5, array(64, 80 * 128), integers(64), *[array(64, 64, dtype=jnp.float32)] * 2), {},
     ),
@@ -115,6 +122,9 @@ OPS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "add_norm_scores": (
         (array(4, 128, 2560, dtype=jnp.float32), array(128, 2560), array(2560), array(128, 2560)), {"eps": 1e-6},
     ),
+    "add_norm_dense": (
+        (array(9, 1, 2048, dtype=jnp.float32), array(1, 2048), array(2048), array(12_352, 2048)), {"eps": 1e-6},
+    ),
     "float8_rows": ((array(128, 9728),), {"paired": True}),
     "float8_dense": ((EIGHT, *float8(6144, 2560)), {}),
     "float8_gated": ((EIGHT, *float8(2 * 9728, 2560)), {}),
@@ -137,6 +147,7 @@ OPS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "mxfp4_mixture": (
         (array(8, 32, dtype=jnp.float32), array(8, 2880), *TILES), {"taken": 4, "alpha": 1.702, "limit": 7.0},
     ),
+    "few_linear": ((array(8, 2880), array(5120, 2880), array(5120)), {}),
     "layer_chain": ((array(16, 4096), *STREAM_AND_LAYER), {}),
     "attention_chain": ((*HEADS, *STREAM_AND_LAYER), {}),
     "attention_chain without norms": ((*HEADS, *STREAM_AND_LAYER), {"normed": False}),
@@ -236,7 +247,7 @@ def test_attention_is_a_kernel_where_there_is_one() -> None:
 
 
 @pytest.mark.parametrize(
-    "op", ["qkv_write", "kv_write", "cache_write", "latent_write", "latent_write bytes", "mla_write"]
+    "op", ["qkv_write", "few_qkv_write", "kv_write", "cache_write", "latent_write", "latent_write bytes", "mla_write"]
 )
 def test_a_write_is_one_launch_where_there_is_a_kernel(op: str) -> None:
     assert lowered(op, "NVIDIA H200") == ["mosaic_gpu_v2"]
@@ -247,10 +258,11 @@ def test_a_write_is_one_launch_where_there_is_a_kernel(op: str) -> None:
     "op",
     [
         "dense", "dense_gated", "dense_parts", "dense_onto", "dense_best", "add_norm", "embed_norm", "stream_norm",
-        "add_norm_scores", "quantized_linear", "grouped_linear", "routed_experts", "mixture", "mxfp4_mixture", "layer_chain",
+        "add_norm_scores", "quantized_linear", "grouped_linear", "routed_experts", "mixture", "mxfp4_mixture", "few_linear",
+        "layer_chain",
         "attention_chain", "index_scores", "index_select", "mla_selected_attention bytes",
         "attention_chain without norms", "linear_chain", "float8_rows", "float8_dense", "float8_gated", "float8_onto",
-        "float8_best", "float8_candidates", "filtered_choice",
+        "float8_best", "float8_candidates", "filtered_choice", "add_norm_dense",
     ],
 )  # fmt: skip
 def test_products_and_norms_have_a_kernel_on_hopper_only(op: str) -> None:

@@ -1,7 +1,9 @@
 """Products and what follows them: the definitions, and the Hopper kernels in Pallas's interpreter, lowered for an H200, and for
 real (`-m gpu`)."""
 
+import contextlib
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -11,6 +13,8 @@ import pytest
 from dflash_kernels import (
     NoImplementationError,
     add_norm,
+    add_norm_dense,
+    add_norm_dense_refusal,
     add_norm_scores,
     dense,
     dense_best,
@@ -18,12 +22,19 @@ from dflash_kernels import (
     dense_parts,
     dense_refusal,
 )
-from dflash_kernels.matmul.dense.mosaic_gpu import launch, launch_add_norm, launch_add_norm_scores, launch_best
+from dflash_kernels.matmul.dense.mosaic_gpu import (
+    launch,
+    launch_add_norm,
+    launch_add_norm_dense,
+    launch_add_norm_scores,
+    launch_best,
+)
 from dflash_kernels.matmul.gemm_sm90 import gemm
+from dflash_kernels.matmul.row_product import TILE, row_plan
 from dflash_kernels.matmul.tiling import SHARED_MEMORY, plan, tiled
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ..devices import h200
+from ..devices import custom_calls, h200
 
 EPS = 1e-6
 INTERPRET = plgpu.InterpretGPUParams()
@@ -144,6 +155,9 @@ def norm_call(parts: int, rows: int, width: int, dtype: Any = jnp.bfloat16) -> t
     )
 
 
+ROUNDED_LAST = {"eps": EPS, "rounds_last": True}
+
+
 def check_norm(call: tuple[jax.Array, ...], out: tuple[jax.Array, jax.Array]) -> None:
     parts, stream, weight = (np.asarray(x, np.float64) for x in call)
     true = stream + parts.sum(axis=0)
@@ -153,19 +167,37 @@ def check_norm(call: tuple[jax.Array, ...], out: tuple[jax.Array, jax.Array]) ->
         assert np.abs(wide - expected).max() <= 3 * float(jnp.finfo(found.dtype).eps) * np.abs(expected).max()
 
 
+@pytest.mark.parametrize("width", [512, 960])
 @pytest.mark.parametrize("parts", [1, 4])
-def test_add_norm(parts: int) -> None:
-    call = norm_call(parts, 3, 512)
+def test_add_norm(parts: int, width: int) -> None:
+    """Rows of whole vectors of all threads, and rows that are padded to such."""
+    call = norm_call(parts, 3, width)
     check_norm(call, launch_add_norm(*call, eps=EPS, interpret=INTERPRET))
     check_norm(call, add_norm(*call, eps=EPS, implementation="xla"))
-    wide = norm_call(parts, 3, 512, jnp.float32)
+
+
+def test_norms_that_are_rounded_last() -> None:
+    """As a model does whose norms have weights in float32: the same bits, where both norm the same stream."""
+    call = norm_call(1, 3, 960)
+    stream, found = launch_add_norm(*call, **ROUNDED_LAST, interpret=INTERPRET)
+    wide = stream.astype(jnp.float32)
+    true = wide * jax.lax.rsqrt((wide * wide).mean(-1, keepdims=True) + EPS) * call[2].astype(jnp.float32)
+    for one in (found, add_norm(*call, **ROUNDED_LAST, implementation="xla")[1]):
+        np.testing.assert_allclose(np.asarray(one, np.float32), true, rtol=2**-8)
+
+
+def test_add_norm_of_float32() -> None:
+    wide = norm_call(4, 3, 512, jnp.float32)
     check_norm(wide, add_norm(*wide, eps=EPS, implementation="xla"))
 
 
-def check_scores(call: tuple[jax.Array, ...], scorer: jax.Array, out: tuple[jax.Array, ...]) -> None:
+def check_scores(
+    call: tuple[jax.Array, ...], scorer: jax.Array, out: tuple[jax.Array, ...], bias: jax.Array | None = None
+) -> None:
     """Scores are products of the norm that is given beside them."""
     check_norm(call, (out[0], out[1]))
     true = np.asarray(out[1], np.float64) @ np.asarray(scorer, np.float64).T
+    true = true if bias is None else true + np.asarray(bias, np.float64)
     assert out[2].dtype == jnp.float32
     np.testing.assert_allclose(np.asarray(out[2]), true, rtol=0, atol=1e-5 * np.abs(true).max())
 
@@ -176,6 +208,73 @@ def test_add_norm_scores(rows: int, experts: int) -> None:
     call, scorer = norm_call(2, rows, 512), make("store", 1, experts, 512)[1]
     check_scores(call, scorer, launch_add_norm_scores(*call, scorer, eps=EPS, interpret=INTERPRET))
     check_scores(call, scorer, add_norm_scores(*call, scorer, eps=EPS, implementation="xla"))
+
+
+@pytest.mark.parametrize("rows", [3, 17])
+def test_add_norm_scores_with_a_bias(rows: int) -> None:
+    """Rows that are padded, rounded last."""
+    call, scorer = norm_call(2, rows, 960), make("store", 1, 8, 960)[1]
+    bias = jax.random.normal(jax.random.key(0), (8,)).astype(jnp.bfloat16)
+    check_scores(call, scorer, launch_add_norm_scores(*call, scorer, bias, **ROUNDED_LAST, interpret=INTERPRET), bias)
+    check_scores(call, scorer, add_norm_scores(*call, scorer, bias, **ROUNDED_LAST, implementation="xla"), bias)
+
+
+def check_product(
+    call: tuple[jax.Array, ...], matrix: jax.Array, out: tuple[jax.Array, ...], *, zero_centered: bool
+) -> None:
+    """Products with the norm, to the number it is rounded to before."""
+    parts, stream, weight = (np.asarray(x, np.float64) for x in call)
+    true = stream + parts.sum(axis=0)
+    normed = true / np.sqrt((true**2).mean(-1, keepdims=True) + EPS) * (weight + zero_centered)
+    for found, expected in zip(out, (true, normed @ np.asarray(matrix, np.float64).T), strict=True):
+        assert found.dtype == call[1].dtype
+        wide = np.asarray(found, np.float64)
+        assert np.abs(wide - expected).max() <= 3 * float(jnp.finfo(found.dtype).eps) * np.abs(expected).max()
+
+
+@pytest.mark.few("200-512-3-*")
+@pytest.mark.parametrize("zero_centered", [False, True], ids=["plain", "zero_centered"])
+@pytest.mark.parametrize(
+    ("features", "depth", "ctas"), [(200, 512, 3), (200, 512, 2), (512, 1024, 4), (1000, 512, 3), (64, 512, 1)]
+)
+def test_add_norm_dense(features: int, depth: int, ctas: int, zero_centered: bool) -> None:
+    """Tiles of one matrix instruction's rows and of more, last ones that begin inside the one before, several of a CTA."""
+    call, matrix = norm_call(9, 1, depth), make("store", 1, features, depth)[1]
+    options: dict[str, Any] = {"eps": EPS, "zero_centered": zero_centered, "rounds_last": zero_centered}
+    found = launch_add_norm_dense(*call, matrix, **options, multiprocessors=ctas, interpret=INTERPRET)
+    check_product(call, matrix, found, zero_centered=zero_centered)
+    check_product(
+        call, matrix, add_norm_dense(*call, matrix, **options, implementation="xla"), zero_centered=zero_centered
+    )
+
+
+def test_add_norm_dense_deals_all_rows_out() -> None:
+    """Of every width that it takes, and says why of the others."""
+    for features in range(8, 40_000, 8):
+        with contextlib.suppress(NotImplementedError):
+            plan = row_plan(features, 2048, 132)
+            assert plan.rows % 8 == 0
+            assert TILE <= plan.rows <= 2 * TILE
+            assert (plan.tiles - 1) * plan.rows < features <= plan.tiles * plan.rows
+            assert plan.offsets == (0, plan.rows - TILE)
+            assert plan.stages >= 8
+    assert row_plan(12_352, 2048, 132).rows == 96
+    assert "one row" in str(add_norm_dense_refusal_on_h200(rows=2))
+    assert "too few" in str(add_norm_dense_refusal_on_h200(features=5120))
+    assert add_norm_dense_refusal_on_h200() is None
+
+
+def add_norm_dense_refusal_on_h200(rows: int = 1, features: int = 9216) -> str | None:
+    with h200():
+        return add_norm_dense_refusal(rows, jnp.bfloat16, features=features, depth=2048)
+
+
+def test_add_norm_dense_lowers_for_an_h200() -> None:
+    for features in (9216, 12_352):
+        shapes = jax.eval_shape(lambda: norm_call(9, 1, 2048))
+        matrix = jax.ShapeDtypeStruct((features, 2048), jnp.bfloat16)
+        call = functools.partial(add_norm_dense, eps=EPS, zero_centered=True, implementation="mosaic_gpu")
+        assert custom_calls(call, *shapes, matrix) == ["mosaic_gpu_v2"]
 
 
 @pytest.mark.few("512-sizes1")
@@ -233,8 +332,10 @@ def test_refusals_name_their_reason() -> None:
             launch("store", *arguments, multiprocessors=132)
     with pytest.raises(NotImplementedError, match="7 rows are padded to 8"):
         launch_best(x[:7], weight, multiprocessors=132)
-    with pytest.raises(NotImplementedError, match="rows of a multiple of 512, not bfloat16 of 256"):
-        launch_add_norm(*norm_call(1, 2, 256), eps=EPS)
+    with pytest.raises(
+        NotImplementedError, match="rows of a multiple of 512, or of 64 a tenth below one, not bfloat16 of 896"
+    ):
+        launch_add_norm(*norm_call(1, 2, 896), eps=EPS)
     # XLA's result would be float32, and a result's dtype must not hang on who computes it.
     parts, stream, norm = norm_call(1, 2, 512)
     with pytest.raises(NotImplementedError, match="a norm's weight in the stream's dtype, bfloat16, not float32"):
@@ -306,7 +407,17 @@ def test_full_size_best(rows: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("width", [2560, 4096])
+@pytest.mark.parametrize("features", [9216, 12_352, 16_480])
+def test_full_size_add_norm_dense(features: int) -> None:
+    call, matrix = norm_call(9, 1, 2048), make("store", 1, features, 2048)[1]
+    product = jax.jit(functools.partial(add_norm_dense, eps=EPS, zero_centered=True, implementation="mosaic_gpu"))
+    found = product(*call, matrix)
+    check_product(call, matrix, found, zero_centered=True)
+    jax.tree.map(np.testing.assert_array_equal, found, product(*call, matrix))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [2560, 2880, 4096])
 def test_full_size_add_norm(width: int) -> None:
     for parts in (1, 2, 4):
         call = norm_call(parts, 512, width)
@@ -314,9 +425,12 @@ def test_full_size_add_norm(width: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("rows", "experts"), [(1, 128), (16, 128), (33, 128), (1, 257), (16, 513)])
-def test_full_size_scores(rows: int, experts: int) -> None:
-    call, scorer = norm_call(8, rows, 2048), make("store", 1, experts, 2048)[1]
+@pytest.mark.parametrize(
+    ("rows", "experts", "width"),
+    [(1, 128, 2048), (16, 128, 2048), (33, 128, 2048), (1, 257, 2048), (16, 513, 2048), (8, 32, 2880)],
+)
+def test_full_size_scores(rows: int, experts: int, width: int) -> None:
+    call, scorer = norm_call(8, rows, width), make("store", 1, experts, width)[1]
     found = add_norm_scores(*call, scorer, eps=EPS, implementation="mosaic_gpu")
     check_scores(call, scorer, found)
     again = add_norm_scores(*call, scorer, eps=EPS, implementation="mosaic_gpu")

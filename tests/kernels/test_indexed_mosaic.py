@@ -16,13 +16,13 @@ from dflash_kernels import (
     mla_selected_attention,
 )
 from dflash_kernels.attention.index.launch import Tuning
-from dflash_kernels.attention.index.mosaic_gpu import launch_scores, launch_select
+from dflash_kernels.attention.index.mosaic_gpu import _ctas, launch_scores, launch_select
 from dflash_kernels.attention.mla.launch import Tuning as AttendTuning
 from dflash_kernels.attention.mla.mosaic_gpu import selected
 from dflash_kernels.mosaic_gpu import radix_select
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ..devices import custom_calls
+from ..devices import custom_calls, on
 from .attention_oracle import make_case
 from .numpy_cluster import Cluster
 
@@ -78,7 +78,10 @@ def test_scores_agree_with_float64(name: str, interpret: Any) -> None:
 
 
 # Sequences, query tokens, heads, rows that are named, splits.
-ATTENDED = {"one": (1, 1, 8, 70, 1), "odd-splits": (2, 3, 3, 300, 2), "two-tiles-of-rows": (1, 2, 72, 128, 1)}
+ATTENDED = {
+    "one": (1, 1, 8, 70, 1), "odd-splits": (2, 3, 3, 300, 2), "two-tiles-of-rows": (1, 2, 72, 128, 1),
+    "empty-split": (1, 1, 8, 100, 2), "eight-splits": (1, 2, 40, 1000, 8),
+}  # fmt: skip
 
 
 @pytest.mark.few("*odd-splits", "*two-tiles*")
@@ -152,7 +155,9 @@ def rows_to_choose_from(size: int) -> dict[str, np.ndarray]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(("ctas", "size", "count"), [(1, 4000, 2048), (1, 1024, 2048), (2, 8192, 700), (4, 9004, 2048)])
+@pytest.mark.parametrize(
+    ("ctas", "size", "count"), [(1, 4000, 2048), (1, 1024, 2048), (2, 8192, 700), (4, 9004, 2048), (16, 70_000, 2048)]
+)
 def test_choice_is_that_of_a_sort(ctas: int, size: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every row run by NumPy in place of a cluster's threads."""
     own = -(-size // (ctas * radix_select.STEP)) * radix_select.STEP
@@ -163,14 +168,34 @@ def test_choice_is_that_of_a_sort(ctas: int, size: int, count: int, monkeypatch:
             cluster = Cluster(ctas, radix_select.THREADS)
             monkeypatch.setattr(radix_select, "th", cluster)
             out = np.full(count, 12345, np.int32)
-            buffers = [cluster.shared(words) for words in (own, *radix_select.SCRATCH.values())]
+            buffers = [cluster.shared(words) for words in (own, *radix_select.scratch(ctas).values())]
             given = cluster.device(row), cluster.device(table), cluster.device(out)
             threads: Any = radix_select.select_row
-            threads.__wrapped__(*given, cluster.number(0), *buffers, count=count, ctas=ctas, page_size=page_size)
+            threads.__wrapped__(
+                *given, cluster.number(0), *buffers, cluster.number(0), count=count, ctas=ctas, page_size=page_size
+            )
             expected = best(row, count)
             if page_size:
                 expected = np.where(expected < 0, -1, table[0, expected // 64] * 64 + expected % 64)
             np.testing.assert_array_equal(out, expected, err_msg=f"{name}, pages of {page_size}")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("size", "ctas"), [(131_072, None), (131_072, 16), (360_448, None), (9004, 4), (40_000, 2)])
+def test_choice_of_a_cluster_is_that_of_a_sort(size: int, ctas: int | None) -> None:
+    """All rows at once, so that clusters run beside one another."""
+    rows = np.stack([*rows_to_choose_from(size).values()]).astype(np.float32)
+    found = launch_select(jnp.asarray(rows), count=2048, ctas=ctas)
+    np.testing.assert_array_equal(np.asarray(found), [best(row, 2048) for row in rows])
+
+
+def test_rows_are_dealt_to_as_many_ctas_as_run_at_once() -> None:
+    """Sixteen for a long row alone, where a GPU has all the multiprocessors that they were measured on; fewer for many rows."""
+    with on("NVIDIA H200"):
+        cases = [(1, 4096), (1, 16_384), (1, 65_536), (1, 131_072), (14, 131_072), (16, 131_072), (16, 360_448)]
+        assert [_ctas(*case, radix_select.STEP) for case in cases] == [1, 4, 8, 16, 8, 4, 8]
+    with on("NVIDIA GeForce"):
+        assert _ctas(1, 131_072, radix_select.STEP) == 8
 
 
 def of(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:

@@ -126,7 +126,9 @@ def test_lowers_for_an_h200(tokens: int, count: int) -> None:
         )
         text = program.trace(shapes(tokens, count, 2880, 2880)).lower(lowering_platforms=("cuda",)).as_text()
         assert text.count("@mosaic_gpu_v2") == 1 + (tokens > 16)
-    assert plan(tokens, 4, count, 2880, 2880, 132, GATE).stages >= 6
+    made = plan(tokens, 4, count, 2880, 2880, 132, GATE)
+    assert made.stages * made.consumers * made.unit >= 18
+    assert made.resident == (made.columns == 8)
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -153,8 +155,9 @@ def test_a_thread_finds_its_numbers() -> None:
     for lane, step in [(0, 0), (5, 1), (31, 2), (18, 3)]:
         warp, row, column = lane % 4, lane // 4, 16 * step + 2 * (lane % 4)
         word, factors = int(flat[(warp * 32 + lane) * 4 + step]), int(flat[512 + warp * 8 + row])
-        fourth = (word << 1) & 0x80008000 | (word >> 5) & 0x01000100 | (word >> 4) & 0x00C000C0
-        for slot, bits in enumerate((word & mask, word << 3 & mask, word << 6 & mask, fourth)):
+        turned = {turn: word << turn | word >> (32 - turn) for turn in (10, 14)}
+        fourth = word << 6 & 0x00400040 | turned[14] & 0x81808180
+        for slot, bits in enumerate((word & mask, word << 4 & mask, turned[10] & mask, fourth)):
             half, group = slot % 2, slot // 2
             factor = 2.0 ** ((factors >> 8 * (2 * half + step // 2) & 255) - 127 + SHIFT)
             for which in range(2):

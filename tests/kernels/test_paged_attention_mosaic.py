@@ -183,7 +183,7 @@ def test_every_head_dim_lowers_with_every_option(head_dim: int, page_size: int) 
 
 def planned(b: int, t: int, tuning: Tuning | None = None, **changes: Any) -> Any:
     shape = {"group": 4, "head_dim": 128, "page_size": 64, "kv_heads": 8, "table_width": 64, "has_sinks": False}
-    return plan(tuning or Tuning(), b=b, tokens=t, **shape | changes, **MASK)
+    return plan(tuning or Tuning(), b=b, tokens=t, **shape | MASK | changes)
 
 
 def test_schedule() -> None:
@@ -200,7 +200,10 @@ def test_schedule() -> None:
     # Two large parts are put together by their own CTAs.
     assert [planned(8, t).together for t in (1, 16)] == [False, True]
     assert not planned(8, 16, Tuning(together=False)).together
-    assert not planned(64, 16, has_sinks=True).direct
+    assert planned(64, 16, has_sinks=True).direct
+    # A short window is not worth a second launch, a longer one is.
+    near, far = (planned(1, 16, window=(reach, 0), has_sinks=True) for reach in (127, 1023))
+    assert (near.splits, near.direct, far.direct) == (1, True, False)
     # Tokens of 960 bytes do not start where a copy may.
     assert not planned(64, 2, group=6, head_dim=80).direct
     assert planned(64, 2, group=4, head_dim=80).direct

@@ -14,6 +14,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from dflash_jax.execution.plan import ONE_GRAPH
+
 EPS, RANKS = 1e-6, 4
 
 
@@ -120,3 +122,44 @@ def test_rounds_of_a_loop_add_what_is_new_in_each(implementation: str, count: in
         streams, norms = map(np.asarray, run(parts, stream, weight))
         np.testing.assert_array_equal(streams, np.broadcast_to(true, streams.shape))
         np.testing.assert_allclose(norms, np.broadcast_to(normed, norms.shape), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("implementation", "count", "rounds"), [
+    ("xla", 4, 20), *(pytest.param("mosaic_gpu", count, 100_000, marks=pytest.mark.gpu) for count in (2, 4)),
+])  # fmt: skip
+def test_a_million_rounds_end(implementation: str, count: int, rounds: int) -> None:
+    """Ten calls, each of one graph. What every device adds changes in each round and can be told beforehand, so that a word of
+    another round would be seen; sums of sixteenths are exact. Devices that wait for ever need a watchdog (`timeout`)."""
+    if len(jax.devices()) < count:
+        pytest.skip(f"{count} GPUs are not here")
+    rows, width = 16, 1024
+    places = np.arange(rows * width, dtype=np.int32).reshape(rows, width)
+
+    def part(turn: jax.Array, rank: jax.Array | int) -> jax.Array:
+        return ((turn * (2 * rank + 3) + places * (rank + 1)) % 257 - 128).astype(jnp.float32) / 16
+
+    def own(first: jax.Array) -> jax.Array:
+        rank = jax.lax.axis_index("ranks")
+        exchange = None if implementation == "xla" else row_exchange(rows, width, jnp.float32, axis="ranks")
+
+        def again(turn: jax.Array, wrong: jax.Array) -> jax.Array:
+            turn = first + turn
+            stream, weight = jnp.zeros((rows, width)), jnp.ones(width, jnp.bfloat16)
+            found, _ = reduce_add_norm(
+                part(turn, rank)[None],
+                stream,
+                weight,
+                eps=EPS,
+                axis="ranks",
+                exchange=exchange,
+                implementation=implementation,
+            )
+            return wrong + (found != sum(part(turn, other) for other in range(count)))
+
+        return jax.lax.fori_loop(0, rounds, again, jnp.zeros((rows, width), jnp.int32))[None]
+
+    mesh = Mesh(np.array(jax.devices()[:count]), ("ranks",))
+    shared = jax.shard_map(own, mesh=mesh, in_specs=P(), out_specs=P("ranks"), check_vma=False)
+    run = jax.jit(shared, compiler_options=None if implementation == "xla" else ONE_GRAPH)
+    for call in range(10):
+        np.testing.assert_array_equal(run(np.int32(call * rounds)), 0)

@@ -90,6 +90,15 @@ def test_one_token_has_an_item_for_nearly_every_multiprocessor() -> None:
         assert made.gated_tiles * made.gated_rows == 768
 
 
+def test_tiles_of_the_first_product_may_overlap() -> None:
+    """As few rows as give nearly every CTA a tile, though the inner width is no multiple of them."""
+    made = plan(1, 9, 257, 2048, 512, 132)
+    assert (made.gated_rows, made.gated_tiles) == (40, 13)
+    call, ctas = make([[2, 0]], 3, 128, 128), 8
+    assert plan(1, 2, 3, 128, 128, ctas).gated_rows == 40
+    check(call, launch(**call, ctas=ctas, interpret=INTERPRET))
+
+
 @pytest.mark.few("True-True")
 @pytest.mark.parametrize(("normed", "shared"), [(True, True), (False, False)])
 def test_the_kernel_chooses(normed: bool, shared: bool) -> None:

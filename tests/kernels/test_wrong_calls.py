@@ -45,7 +45,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "quantize_tensor": {"x": ones((3, 16)), "scale": 1.0},
     "quantize_groups": {"x": ones((3, 16)), "group": 8},
     "quantize_nvfp4": {"x": ones((3, 16)), "global_scale": 1.0},
-    **{op: {"x": ROWS, "weight": ones((4, 6))} for op in ("dense", "dense_gated", "dense_parts", "dense_best")},
+    **{op: {"x": ROWS, "weight": ones((4, 6))} for op in ("dense", "dense_gated", "dense_parts", "dense_best", "few_linear")},
     "dense_onto": {"x": ROWS, "weight": ones((4, 6)), "stream": STREAM, "norm": STREAM[0], "eps": EPS},
     "float8_rows": {"x": ones((3, 16))},
     **{op: {"x": EIGHT, "weight": ones((4, 6), jnp.float8_e4m3fn), "scales": ones(4)} for op in FLOAT8},
@@ -56,6 +56,9 @@ CALLS: dict[str, dict[str, Any]] = {
     "add_norm": {"parts": PARTS, "stream": STREAM, "weight": STREAM[0], "eps": EPS},
     "add_norm_scores": {
         "parts": PARTS, "stream": STREAM, "weight": STREAM[0], "scorer": ones((5, 4)), "eps": EPS,
+    },
+    "add_norm_dense": {
+        "parts": PARTS, "stream": STREAM, "weight": STREAM[0], "matrix": ones((5, 4)), "eps": EPS,
     },
     "embed_norm": {"table": ones((9, 4)), "ids": STARTS, "weight": STREAM[0], "eps": EPS},
     "reduce_add_norm": {"parts": PARTS, "stream": STREAM, "weight": STREAM[0], "eps": EPS},

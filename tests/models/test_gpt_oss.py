@@ -14,6 +14,10 @@ from dflash_kernels import Mxfp4Tiles
 from flax import nnx
 from safetensors.numpy import load_file
 
+from dflash_jax.attention import paged
+from dflash_jax.attention.dense import dense_attend
+from dflash_jax.attention.paged import PagedAttend
+from dflash_jax.cache.pages import make_pages
 from dflash_jax.checkpoints.converted import open_converted
 from dflash_jax.checkpoints.huggingface import open_checkpoint
 from dflash_jax.checkpoints.weights import read_weights, reading_bytes, stored_shapes, weight_bytes, weight_shapes
@@ -21,10 +25,11 @@ from dflash_jax.cli.info import collect, lines
 from dflash_jax.engine import planning
 from dflash_jax.engine.planning import plan_engine
 from dflash_jax.errors import CapacityError, CheckpointError, ConfigError, ParameterError
-from dflash_jax.execution import switches
-from dflash_jax.execution.plan import CallShape, choose, weight_format
+from dflash_jax.execution import plan, switches
+from dflash_jax.execution.plan import PLAIN, CallShape, ExecutionPlan, WeightFormat, choose, weight_format
+from dflash_jax.execution.runner import Planned
 from dflash_jax.execution.weight_layout import check_scales, tile_experts
-from dflash_jax.models import DFlashConfig, GptOssConfig, count, family_for, family_of, init_params, layer_traits
+from dflash_jax.models import DFlashConfig, GptOssConfig, bind, count, family_for, family_of, init_params, layer_traits
 from dflash_jax.models.gpt_oss import BiasedMoE, gpt_oss_derived, gpt_oss_parameters
 from dflash_jax.models.presets import GPT_OSS_TARGETS
 from dflash_jax.options import LoadOptions
@@ -227,8 +232,15 @@ def test_four_bits_stay_where_a_kernel_reads_them(name: str, monkeypatch: pytest
             assert reading_bytes(stored, kept) < weight_bytes(kept) + 2e9
             tiles = [one for one in kept["target"].values() if isinstance(one, Mxfp4Tiles)]
             assert len(tiles) == 2 * config.num_layers
-        plan = choose(layer_traits(config), CallShape(1, 8, half), weight_format(kept["target"]))
-        assert "in tiles of MXFP4" in (plan.refused("fused_moe") or "")
+        held = weight_format(kept["target"])
+        runners = {
+            rows: choose(layer_traits(config), CallShape(1, rows, half), held).runner for rows in (1, 8, 1024, 2048)
+        }
+        assert runners == {1: "fused_moe", 8: "fused_moe", 1024: "fused_moe", 2048: "plain"}
+        monkeypatch.setattr(switches, "FUSED_MXFP4", False)
+        off = choose(layer_traits(config), CallShape(1, 8, half), held)
+        assert off.runner == "plain"
+        assert "switched off" in (off.refused("fused_moe") or "")
         others = [
             weight_shapes([(config, family)], jnp.dtype("float32")),
             weight_shapes([(config, family)], half, "int8"),
@@ -262,6 +274,79 @@ def make_experts(tokens: int, dtype: str) -> tuple[BiasedMoE, BiasedMoE, Any]:
             )
         made.append(layer)
     return made[0], made[1], jax.random.normal(key, (1, tokens, 64), dtype)
+
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16,
+    "num_layers": 3, "windows": (3, None, 3), "num_experts": 4, "experts_per_token": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("tokens", [1, 9])
+def test_the_fused_runner_agrees_with_layers_called_one_by_one(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Biases of attention's output and of the router, sinks, and norms that are rounded last."""
+    config = replace(GPT_OSS_TARGETS["gpt-oss-20b"], **SMALL)
+    params = gpt_oss_derived(config, init_params(gpt_oss_parameters(config), jax.random.key(0)))
+    drawn = [name for name in params if name.endswith((".bias", "norm.weight", ".sinks"))]
+    params |= {name: 1 + jax.random.normal(jax.random.key(len(name)), params[name].shape) for name in drawn}
+    model: Any = bind(config, tile_experts(config, params))
+    monkeypatch.setattr(plan, "mxfp4_mixture_refusal", lambda *_, **__: None)
+    chosen = choose(
+        layer_traits(config), CallShape(1, tokens, jnp.dtype("float32")), WeightFormat("float32", experts="mxfp4_tiles")
+    )
+    assert chosen.runner == "fused_moe"
+    x, rotary = model.embed(jnp.arange(tokens)[None]), model.rotary(jnp.arange(tokens)[None])
+
+    def run(one: ExecutionPlan) -> list[jax.Array]:
+        streams, last, _ = Planned(one)(model.layers, model.norm, x, rotary, dense_attend(), None)
+        return [*streams, last]
+
+    for expected, found in zip(run(PLAIN), run(chosen), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * float(jnp.abs(expected).max()))
+
+
+def test_a_projection_that_writes_is_the_projection_and_the_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two calls, the second behind the first, over a window and over all; one token of the second sequence writes nothing."""
+    config = replace(GPT_OSS_TARGETS["gpt-oss-20b"], **SMALL)
+    params = init_params(gpt_oss_parameters(config), jax.random.key(0))
+    model: Any = bind(config, gpt_oss_derived(config, params))
+    monkeypatch.setattr(paged, "few_qkv_write_refusal", lambda *_, **__: None)
+    table = jnp.asarray([[2, 0, 5], [1, 4, 3]])
+    kept = {name: make_pages(config, 6, 4, jnp.dtype("float32")) for name in ("apart", "whole")}
+    for first, lens in ((0, [4, 3]), (4, [4, 4])):
+        positions = jnp.asarray([[0], [-1 if first else 0]]) + first + jnp.arange(4)
+        attend = PagedAttend(table, positions, jnp.asarray(lens), 4)
+        x, rotary = jax.random.normal(jax.random.key(first), (2, 4, config.hidden_size)), model.rotary(positions)
+        for layer in model.layers:
+            projected = layer.attn.qkv_proj(x)
+            expected, kept["apart"] = attend(layer.attn, projected, rotary, kept["apart"])
+            found, kept["whole"] = layer.attn.mix_rows(x, rotary, attend, kept["whole"])
+            for one, true in zip(
+                jax.tree.leaves((found, kept["whole"])), jax.tree.leaves((expected, kept["apart"])), strict=True
+            ):
+                np.testing.assert_allclose(one, true, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("rows", "launches"), [(8, 5), (64, 4)])
+def test_a_layer_is_a_few_launches(rows: int, launches: int) -> None:
+    """Beside attention: products with their biases, norms, the router and the experts; of many rows XLA multiplies."""
+    config = replace(
+        GPT_OSS_TARGETS["gpt-oss-20b"], **SMALL | {"hidden_size": 512, "num_layers": 1, "windows": (None,)}
+    )
+    with h200():
+        shapes = weight_shapes([(config, family_for(config))], jnp.dtype("bfloat16"))["target"]
+
+    def run(params: Any, x: jax.Array) -> Any:
+        model: Any = bind(config, params)
+        chosen = choose(layer_traits(config), CallShape(1, rows, x.dtype), weight_format(params))
+        assert chosen.runner == "fused_moe"
+        rotary = model.rotary(jnp.arange(rows)[None])
+        return Planned(chosen)(model.layers, model.norm, x, rotary, dense_attend(), None)[1]
+
+    with h200():
+        x = jax.ShapeDtypeStruct((1, rows, config.hidden_size), jnp.bfloat16)
+        text = jax.jit(run).trace(shapes, x).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("stablehlo.custom_call @mosaic_gpu_v2") == launches
 
 
 @pytest.mark.few("9")

@@ -20,7 +20,7 @@ from dflash_jax.models.parameters import init_params
 from dflash_jax.models.qwen3 import qwen3_parameters
 from dflash_jax.models.registry import bind, layer_traits
 from dflash_jax.options import WeightDtype, check_weight_dtype
-from dflash_jax.quantization.weights import MANY_ROWS, Quantised, quantise, quantise_weights
+from dflash_jax.quantization.weights import MANY_ROWS, Quantised, quantise, quantise_weights, rounding_jobs
 
 KINDS: tuple[WeightDtype, ...] = ("int8", "fp8", "fp8_dynamic")
 
@@ -224,3 +224,23 @@ def test_the_shipped_pair_in_eight_bits(exact: tuple[int, float], kind: WeightDt
     drafted, plain = (dj.generate(model, *FEW, draft=draft) for draft in (True, False))
     assert [one.token_ids for one in drafted] == [one.token_ids for one in plain]
     assert mean_length(drafted) > 0.6 * before > 1.5
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8", "fp8_dynamic"])
+def test_programs_that_round_are_compiled_before_there_are_weights(
+    kind: WeightDtype, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of shapes alone, each once; weights then find them."""
+    names, width = (
+        ("layers.0.mlp.down_proj.weight", "layers.1.mlp.down_proj.weight", "norm.weight"),
+        {"int8": 40}.get(kind, 48),
+    )
+    params = {name: jnp.ones((24, width) if "mlp" in name else (24,), jnp.float32) for name in names}
+    shapes = jax.eval_shape(lambda: quantise_weights(dict(params), kind))
+    jobs = rounding_jobs({"target": shapes})
+    assert len(jobs) == 1
+    for job in jobs:
+        job()
+    with jax.log_compiles(), caplog.at_level("WARNING"):
+        quantise_weights(dict(params), kind)
+    assert not [record for record in caplog.records if "Compiling" in record.message and "quantise" in record.message]

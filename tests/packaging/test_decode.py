@@ -7,7 +7,10 @@ import jax
 import pytest
 from dflash_kernels import ColumnBlocks
 
+from dflash_jax.bench.workload import published_shape
 from dflash_jax.checkpoints import weights
+from dflash_jax.engine import Engine
+from dflash_jax.models import family_named
 
 from ..small_pair import small_pair
 
@@ -58,6 +61,19 @@ def test_floors_know_what_a_drafter_sees(decode):
     }
     assert floors[True][0] < floors[True][1]
     assert floors[False][0] == floors[False][1]
+
+
+def test_the_floor_of_one_token_counts_its_own_experts(script):
+    """Nine of the 257 that a layer of Qwen3.5-35B-A3B has, every token's included; of several tokens nobody knows how many."""
+    module = script("floors")
+    family, target, draft = published_shape("qwen3.5-35b-a3b")
+    pair, kind = [(target, family_named(family)), (draft, family_named("dflash"))], jax.numpy.dtype("bfloat16")
+    shapes = weights.weight_shapes(pair, kind, rows=16)
+    engine = Engine(target=target, draft=draft, weights=shapes, dtype=kind, max_model_len=2048, max_batch=8)
+    size = {"context": 1024, "batch": 1}
+    assert 5.8e9 < module.floor_ms(engine, draft=False, **size) * 1e-3 * module.card().bandwidth < 6.1e9
+    assert module.floor_ms(engine, draft=True, **size) is None
+    assert module.floor_ms(engine, draft=False, context=1024, batch=2) is None
 
 
 def test_rows(decode, monkeypatch, tmp_path, capsys):

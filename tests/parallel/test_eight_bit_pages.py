@@ -18,6 +18,7 @@ from dflash_jax.engine.sharing import check_sharing
 from dflash_jax.errors import ParameterError
 from dflash_jax.models import family_for
 from dflash_jax.models.deepseek import DeepseekConfig
+from dflash_jax.models.presets import TARGETS
 from dflash_jax.options import LoadOptions
 from dflash_jax.parallel.ranks import local_ranks
 
@@ -126,30 +127,36 @@ LATENTS = DeepseekConfig(
 )  # fmt: skip
 
 
-@pytest.mark.few("fp8")
-@pytest.mark.parametrize("kind", ["fp8", "fp8_packed"])
+@pytest.mark.few("fp8", "dealt_fp8_packed")
+@pytest.mark.parametrize("kind", ["fp8", "fp8_packed", "dealt_fp8", "dealt_fp8_packed"])
 def test_latents(kind):
-    """Every device has all rows, in the same eight bits, and what scales them."""
-    draft, ranks = replace(DRAFT, target_layer_ids=(-1, 0)), local_ranks(2)
+    """Every device has all rows, or its part of them, in the same eight bits, and what scales them."""
+    dealt, kind = 2 if kind.startswith("dealt") else 1, kind.removeprefix("dealt_")
+    draft, ranks = replace(DRAFT, target_layer_ids=(-1, 0)), local_ranks(2, dealt=dealt)
     assert ranks is not None
     options = ALONE | {"cache_dtype": kind, "scales_from_traffic": kind == "fp8"}
-    options |= {"query_dtype": "fp8"} if kind == "fp8" else {}
+    options |= {"query_dtype": "fp8"} if kind == "fp8" and dealt == 1 else {}
     pair = Pair(LATENTS, draft, **options)
     prompts = [np.random.default_rng(2).integers(0, 90, 20).tolist()]
     expected, found = pair.run(prompts)[:2], pair.engine.cache_scales
     weights = {"target": random_params(LATENTS, 0), "draft": random_params(draft, 1, 1.0)}
     shared = shared_weights([(LATENTS, family_for(LATENTS)), (draft, family_for(draft))], weights, ranks)
+    options |= {"page_size": dealt * options["page_size"]}
     pair.engine = Engine(LATENTS, draft, shared, programs=Programs(ranks=ranks), **options)
     assert pair.run(prompts)[:2] == expected
     pool = pair.engine.take_pools()[0].k[0]
     assert pool.dtype == (jnp.uint8 if kind == "fp8_packed" else jnp.float8_e4m3fn)
-    assert len({np.asarray(shard.data).tobytes() for shard in pool.addressable_shards}) == 1
+    assert len({np.asarray(shard.data).tobytes() for shard in pool.addressable_shards}) == dealt
     if kind == "fp8":
         same(pair.engine.cache_scales, found)
         assert found is not None
         assert found.q
 
 
-def test_dealt_out_latents_keep_their_dtype():
-    with pytest.raises(ParameterError, match="deals out pages in the model's dtype, got cache_dtype='fp8'"):
-        check_sharing(LATENTS, None, LoadOptions(tp=2, decode_context_parallel_size=2, cache_dtype="fp8"))
+def test_what_is_not_dealt_out_in_eight_bits():
+    check_sharing(LATENTS, None, LoadOptions(tp=2, decode_context_parallel_size=2, cache_dtype="fp8"))
+    asked = {"tp": 2, "decode_context_parallel_size": 2, "cache_dtype": "fp8"}
+    with pytest.raises(ParameterError, match="attends with queries in the model's dtype, got query_dtype='fp8'"):
+        check_sharing(LATENTS, None, LoadOptions(**asked, query_dtype="fp8"))
+    with pytest.raises(ParameterError, match="pages of heads in the model's dtype, got cache_dtype='fp8'"):
+        check_sharing(replace(TARGETS["Qwen3-8B"], num_kv_heads=1), None, LoadOptions(**asked))

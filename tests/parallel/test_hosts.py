@@ -5,6 +5,8 @@ import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -23,18 +25,21 @@ from dflash_jax.parallel.ranks import local_ranks
 from ..conftest import QUICK_COMPILING
 from ..convert.conftest import QWEN3, Folders
 from .conftest import SIZES
+from .test_texts_on_gpus import CASES, folder_of
 
 PROMPT = [7, 3, 60, 5]
 OPTIONS = {"dtype": "float32", "draft": False, "max_batch": 1, "max_model_len": 32, "page_size": 16}
 # Scales of pages are found on both processes together.
+ON_GPUS = {"dtype": "float32", "tp": 4, "max_batch": 1, "max_model_len": 256, "num_pages": 10}
 OPTIONS |= {"cache_dtype": "fp8", "calibration": [[7, 3, 60, 5, 11, 12]]}
 SCRIPT = """
 import json, sys, time
 from dflash_jax.parallel import hosts
-coordinator, process, folder, prompt, options = sys.argv[1:]
-hosts.start(coordinator, 2, int(process), gpus=0)
+coordinator, process, folder, prompt, options, gpus = sys.argv[1:]
+if coordinator:
+    hosts.start(coordinator, 2, int(process), gpus=int(gpus))
 import dflash_jax as dj
-model = dj.load(folder, tp=2, **json.loads(options))
+model = dj.load(folder, **json.loads(options))
 done = dj.generate(model, [json.loads(prompt)], dj.SamplingParams(max_tokens=12, ignore_eos=True))
 print("tokens", json.dumps(done[0].token_ids), flush=True)
 time.sleep(60)
@@ -49,39 +54,85 @@ def small(tmp_path_factory):
     return made.write("target", config, made.tensors(config, "float32"))
 
 
-def test_two_processes(small):
-    expected = dj.generate(dj.load(small, **OPTIONS), [PROMPT], dj.SamplingParams(max_tokens=12, ignore_eos=True))
+def tokens_of(process: subprocess.Popen) -> list[int]:
+    """What a process says that its text is."""
+    assert process.stdout is not None
+    said = next((line for line in iter(process.stdout.readline, "") if line.startswith("tokens ")), None)
+    if said is None:
+        pytest.fail(f"it ended without a text: {process.communicate()[1][-2000:]}")
+    return json.loads(said.removeprefix("tokens "))
+
+
+def both(
+    folder: Path, options: dict[str, Any], environments: list[dict[str, str]], gpus: int
+) -> list[subprocess.Popen]:
+    """Two processes that share a target, each with `gpus` of them."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         coordinator = f"127.0.0.1:{free.getsockname()[1]}"
-    command = [sys.executable, "-c", SCRIPT, coordinator]
-    environment = {
-        **os.environ,
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": QUICK_COMPILING,
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-    }
-    both = [
-        subprocess.Popen(
-            [*command, str(process), str(small), json.dumps(PROMPT), json.dumps(OPTIONS)], env=environment, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )
-        for process in range(2)
-    ]  # fmt: skip
+    return [
+        started(folder, options, environment, coordinator, process, gpus)
+        for process, environment in enumerate(environments)
+    ]
+
+
+def started(
+    folder: Path,
+    options: dict[str, Any],
+    environment: dict[str, str],
+    coordinator: str = "",
+    process: int = 0,
+    gpus: int = 0,
+) -> subprocess.Popen:
+    words = [coordinator, str(process), str(folder), json.dumps(PROMPT), json.dumps(options), str(gpus)]
+    return subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, *words], env=os.environ | environment, text=True, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def check_that_the_other_ends(processes: list[subprocess.Popen]) -> None:
+    """Process 0 has done what it was asked, and sleeps; the other waits for its word, and is killed."""
+    processes[1].kill()
+    _, said = processes[0].communicate(timeout=30)
+    assert processes[0].returncode == 1
+    assert "process 1 is gone (its connection ended), and with it its part of the model: process 0 ends, too" in said
+
+
+def end(processes: list[subprocess.Popen]) -> None:
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def test_two_processes(small):
+    expected = dj.generate(dj.load(small, **OPTIONS), [PROMPT], dj.SamplingParams(max_tokens=12, ignore_eos=True))
+    environment = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": QUICK_COMPILING, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    processes = both(small, OPTIONS | {"tp": 2}, [environment] * 2, 0)
     try:
-        assert both[0].stdout is not None
-        said = next(line for line in iter(both[0].stdout.readline, "") if line.startswith("tokens "))
-        assert json.loads(said.removeprefix("tokens ")) == expected[0].token_ids
-        # Process 0 has done what it was asked, and sleeps; the other waits for its word.
-        both[1].kill()
-        _, said = both[0].communicate(timeout=30)
-        assert both[0].returncode == 1
-        assert (
-            "process 1 is gone (its connection ended), and with it its part of the model: process 0 ends, too" in said
-        )
+        assert tokens_of(processes[0]) == expected[0].token_ids
+        check_that_the_other_ends(processes)
     finally:
-        for process in both:
-            process.kill()
-            process.communicate()
+        end(processes)
+
+
+@pytest.mark.gpu
+def test_two_processes_with_two_gpus_each(tmp_path):
+    """As on two hosts, each with two GPUs: the text of one process that has all four."""
+    if hosts._gpus_here() < 4:
+        pytest.skip("4 GPUs are not here")
+    folder = folder_of(CASES["dense"](), tmp_path)
+    everybody = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    alone = started(folder, ON_GPUS, everybody)
+    try:
+        expected = tokens_of(alone)
+    finally:
+        end([alone])
+    processes = both(folder, ON_GPUS, [everybody | {"CUDA_VISIBLE_DEVICES": own} for own in ("0,1", "2,3")], 2)
+    try:
+        assert tokens_of(processes[0]) == expected
+        check_that_the_other_ends(processes)
+    finally:
+        end(processes)
 
 
 def test_records():

@@ -11,6 +11,7 @@ from dflash_convert.cli import main
 from dflash_jax.checkpoints.opening import open_checkpoint
 from dflash_jax.checkpoints.weights import read_weights, spread, weight_shapes
 from dflash_jax.cli.info import plan
+from dflash_jax.models.dflash import HEAD_INDEX
 from dflash_jax.parallel.ranks import local_ranks
 from dflash_jax.quantization.weights import Quantised
 
@@ -66,6 +67,20 @@ def test_rows_are_rounded_as_if_nobody_shared_them(folder):
         for name, shape in table.items():
             kept = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, leaf.sharding.spec), cut[role][name])
             assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, leaf.sharding.spec), shape) == kept, name
+
+
+def test_the_index_of_a_head_that_is_cut_is_planned_as_it_is_made(folder, monkeypatch):
+    """Programs are compiled for what is planned, before there are weights."""
+    monkeypatch.setattr("dflash_jax.checkpoints.weights.index_pays", lambda head: True)
+    target, drafter, ranks = open_checkpoint(folder), open_checkpoint(folder / "draft"), local_ranks(2)
+    assert ranks is not None
+    made, planned = (
+        found["draft"][HEAD_INDEX]
+        for found in (read_weights(target, drafter, FLOAT32, ranks=ranks), spread_shapes(folder, None, ranks))
+    )
+    for one, wanted in zip(jax.tree.leaves(made), jax.tree.leaves(planned), strict=True):
+        assert (one.shape, one.dtype, one.sharding.spec) == (wanted.shape, wanted.dtype, wanted.sharding.spec)
+        assert one.shape[0] == 2 * one.addressable_shards[0].data.shape[0]
 
 
 def spread_shapes(folder, kind, ranks):

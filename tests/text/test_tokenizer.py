@@ -9,7 +9,7 @@ import tokenizers
 
 from dflash_jax.errors import ConfigError, ParameterError, PromptError, TokenizerError
 from dflash_jax.text.backend import named_errors
-from dflash_jax.text.tokenizer import MAX_END_TOKENS, MAX_TEMPLATE_BYTES, Tokenizer, end_token_ids
+from dflash_jax.text.tokenizer import MAX_END_TOKENS, MAX_TEMPLATE_BYTES, Tokenizer, end_notice, end_token_ids
 
 from .tokenizers_for_tests import SPECIAL, byte_level
 
@@ -411,3 +411,10 @@ def test_a_panic_is_named_and_an_interrupt_is_none() -> None:
     for passes in (KeyboardInterrupt, SystemExit, GeneratorExit):
         with pytest.raises(passes):
             call(passes())
+
+
+def test_end_tokens_outside_the_vocabulary_are_told_of() -> None:
+    assert end_notice((), 10) == end_notice((3,), 10) == end_notice((12, 3), 10) == []
+    assert end_notice((12, 10), 10) == [
+        "no text ends by itself: end tokens (12, 10) lie outside the vocabulary of 10; set eos_token_id in generation_config.json"
+    ]

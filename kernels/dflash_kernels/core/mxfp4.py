@@ -8,6 +8,8 @@ ups, so that one thread has both.
 Source of the format: "OCP Microscaling Formats (MX) Specification", version 1.0, sections 5.3 and 6.3.
 """
 
+import functools
+import operator
 from dataclasses import dataclass, field
 from typing import Any, no_type_check
 
@@ -22,12 +24,13 @@ PIECES, PIECE = 4, 136  # 32-bit words of a tile: 512 of numbers, then 32 of sca
 SHIFT = 32
 MXFP4_MOST_SCALE = 254 - 126 + SHIFT  # the largest scale for which there is such a factor: 2^33
 _FACTOR = 126 - SHIFT
-# Where a thread's four pairs of numbers have their sign, and the rest of a number in pieces: (bits, least of them, place).
-_PLACES = (
-    (15, ((7, 0, 6),)),
-    (12, ((7, 0, 3),)),
-    (9, ((7, 0, 0),)),
-    (14, ((4, 2, 13), (3, 0, 10))),
+# A thread's word has four pairs of numbers. What is left of it after each of these rotations to the left and masks, joined, is a
+# pair with its bits where those of two bfloat16 are: a sign, the last two bits of an exponent, the first one of a fraction.
+PAIRS = (
+    ((0, 0x81C081C0),),
+    ((4, 0x81C081C0),),
+    ((10, 0x81C081C0),),
+    ((6, 0x00400040), (14, 0x81808180)),
 )
 
 
@@ -96,13 +99,13 @@ def _tiled(blocks: Array, scales: Array, *, gated: bool) -> Array:
     codes = _halves_first(codes.reshape(tiles, 4, 16, units, 4, 2, 4, 2), gated)
     factors = _halves_first((scales + jnp.uint8(_FACTOR)).astype(jnp.uint32).reshape(tiles, 4, 16, units, 2), gated)
     numbers = jnp.zeros((), jnp.uint32)
-    for slot, (sign, rest) in enumerate(_PLACES):
+    for slot, parts in enumerate(PAIRS):
         half, group = slot % 2, slot // 2
         code = codes[:, :, half, :, :, :, group]  # tile, warp, row, unit, step, lane, which
-        word = (code >> 3) << sign
-        for bits, least, place in rest:
-            word |= ((code & bits) >> least) << place
-        numbers |= word[..., 0] | word[..., 1] << 16
+        placed = (code >> 3) << 15 | (code & 7) << 6
+        pair = placed[..., 0] | placed[..., 1] << 16
+        for turn, mask in parts:
+            numbers |= _rotated(pair & jnp.uint32(mask), -turn)
     numbers = jnp.transpose(numbers, (0, 3, 1, 2, 5, 4)).reshape(tiles, units, 512)
     scale = jnp.zeros((), jnp.uint32)
     for half in range(2):
@@ -111,6 +114,12 @@ def _tiled(blocks: Array, scales: Array, *, gated: bool) -> Array:
     scale = jnp.transpose(scale, (0, 3, 1, 2)).reshape(tiles, units, 32)
     words = jnp.concatenate([numbers, scale], axis=-1).reshape(tiles, units, PIECES, PIECE)
     return jax.lax.bitcast_convert_type(words, jnp.int32)
+
+
+def _rotated(words: Array, turn: int) -> Array:
+    """Words of 32 bits, rotated to the left."""
+    turn %= 32
+    return words << turn | words >> (32 - turn) if turn else words
 
 
 def _halves_first(rows: Array, gated: bool) -> Array:
@@ -127,12 +136,10 @@ def tile_codes(words: Int32[Array, "*n 4 136"]) -> tuple[Array, Array]:
     front = flat.shape[:-1]
     numbers, scale = flat[..., :512].reshape(*front, 4, 8, 4, 4), flat[..., 512:].reshape(*front, 4, 8)
     slots = []
-    for sign, rest in _PLACES:
-        both = jnp.stack([numbers, numbers >> 16], axis=-1)
-        code = ((both >> sign) & 1) << 3
-        for bits, least, place in rest:
-            code |= ((both >> place) & (bits >> least)) << least
-        slots.append(code)
+    for parts in PAIRS:
+        pair = functools.reduce(operator.or_, (_rotated(numbers, turn) & jnp.uint32(mask) for turn, mask in parts))
+        both = jnp.stack([pair, pair >> 16], axis=-1)
+        slots.append((both >> 15 & 1) << 3 | both >> 6 & 7)
     halves = [jnp.stack(slots[half::2], axis=-1) for half in range(2)]  # warp, row, lane, step, which, group
     codes = jnp.stack(halves, axis=-6)  # warp, row, half, ...
     axes = (*range(len(front)), *(len(front) + axis for axis in (0, 2, 1, 4, 6, 3, 5)))

@@ -11,7 +11,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from dflash_kernels.mosaic_gpu.layouts import store
-from dflash_kernels.mosaic_gpu.rows import VECTOR, float8_words, load_row, rms_norm, row_kernel, weighted
+from dflash_kernels.mosaic_gpu.rows import (
+    VECTOR,
+    float8_words,
+    load_padded,
+    load_row,
+    rms_norm,
+    row_kernel,
+    store_padded,
+    weighted,
+)
 from dflash_kernels.quantize.reference import E4M3_MAX, ROW_FLOOR
 
 SCORES = 4  # of one row in one CTA
@@ -19,41 +28,45 @@ SCORES = 4  # of one row in one CTA
 
 def add_norm(
     parts: jax.Array, residual: jax.Array, weight: jax.Array, *, eps: float, zero_centered: bool = False,
-    interpret: Any = None,
+    rounds_last: bool = False, interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """`residual + sum(parts)` and its norm; `parts [split_k, M, D]`, `residual [M, D]`."""
 
     def body(parts, before, weight, residual, normed):
         row = lax.axis_index("row")
-        residual.at[row][...], normed.at[row][...] = _add_norm_row(parts, before, weight, row, eps, zero_centered)
+        added, scaled = add_norm_row(parts, before, weight, row, eps, zero_centered, rounds_last)
+        store_padded(residual.at[row], added)
+        store_padded(normed.at[row], scaled)
 
     out = jax.ShapeDtypeStruct(residual.shape, residual.dtype)
     return row_kernel(body, "add_norm", residual.shape[:1], (out, out), interpret)(parts, residual, weight)
 
 
 def add_norm_scores(
-    parts: jax.Array, residual: jax.Array, weight: jax.Array, scorer: jax.Array, *, eps: float, zero_centered: bool = False,
-    interpret: Any = None,
+    parts: jax.Array, residual: jax.Array, weight: jax.Array, scorer: jax.Array, bias: jax.Array | None = None, *,
+    eps: float, zero_centered: bool = False, rounds_last: bool = False, interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
-    """`add_norm`, and the norm's products with the rows of `scorer [E, D]`: each CTA takes some of these, and norms for itself."""
+    """`add_norm`, and the norm's products with the rows of `scorer [E, D]`, a bias added to each: each CTA takes some of these, and
+    norms for itself."""
 
-    def body(parts, before, weight, scorer, residual, normed, scores):
+    def body(parts, before, weight, scorer, *rest):
+        *biases, residual, normed, scores = rest
         row, first = lax.axis_index("row"), lax.axis_index("part") * SCORES
         # Asked for before anything else: they do not depend on what the kernel before leaves.
         places = [first + index for index in range(SCORES)]
         scorers = [_load(scorer.at[place if whole else jnp.minimum(place, count - 1)]) for place in places]
-        added, scaled = _add_norm_row(parts, before, weight, row, eps, zero_centered)
+        added, scaled = add_norm_row(parts, before, weight, row, eps, zero_centered, rounds_last)
 
         @pl.when(first == 0)
         def _():
-            residual.at[row][...] = added
-            normed.at[row][...] = scaled
+            store_padded(residual.at[row], added)
+            store_padded(normed.at[row], scaled)
 
         for place, other in zip(places, scorers, strict=True):
             score = (other * scaled.astype(jnp.float32)).sum()
 
             def keep(place: Any = place, score: Any = score) -> None:
-                scores[row, place] = score
+                scores[row, place] = score + biases[0][place].astype(jnp.float32) if biases else score
 
             keep() if whole else pl.when(place < count)(keep)
 
@@ -62,7 +75,7 @@ def add_norm_scores(
     out = jax.ShapeDtypeStruct(residual.shape, residual.dtype)
     shapes = (out, out, jax.ShapeDtypeStruct((rows, count), jnp.float32))
     kernel = row_kernel(body, "add_norm_scores", (rows, -(-count // SCORES)), shapes, interpret)
-    return kernel(parts, residual, weight, scorer)
+    return kernel(parts, residual, weight, scorer, *(() if bias is None else (bias,)))
 
 
 def add_norm_float8(
@@ -73,7 +86,7 @@ def add_norm_float8(
 
     def body(parts, before, weight, residual, words, scales):
         row = lax.axis_index("row")
-        added, normed = _add_norm_row(parts, before, weight, row, eps, zero_centered)
+        added, normed = add_norm_row(parts, before, weight, row, eps, zero_centered)
         store(residual.at[row], added)
         _store_float8(normed.astype(jnp.float32), words, scales, row)
 
@@ -105,11 +118,11 @@ def norm_rows(
 
 
 def _load(ref: Any) -> jax.Array:
-    return load_row(ref).astype(jnp.float32)
+    return load_padded(ref).astype(jnp.float32)
 
 
-def _add_norm_row(
-    parts: Any, before: Any, weight: Any, row: Any, eps: float, zero_centered: bool
+def add_norm_row(
+    parts: Any, before: Any, weight: Any, row: Any, eps: float, zero_centered: bool, rounds_last: bool = False
 ) -> tuple[jax.Array, jax.Array]:
     """One row of the residual with split-K's partial products added, and its norm."""
     total = _load(before.at[row])
@@ -118,7 +131,8 @@ def _add_norm_row(
     rounded = total.astype(before.dtype)
     wide = rounded.astype(jnp.float32)
     factor = lax.rsqrt((wide * wide).sum() * (1 / before.shape[1]) + eps)
-    return rounded, weighted(wide, factor, load_row(weight), before.dtype, zero_centered=zero_centered)
+    how = {"zero_centered": zero_centered, "rounds_last": rounds_last}
+    return rounded, weighted(wide, factor, load_padded(weight), before.dtype, **how)
 
 
 def _float8_types(rows: int, width: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:

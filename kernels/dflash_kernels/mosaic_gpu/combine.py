@@ -313,12 +313,18 @@ def combine_latent(
         return jnp.where(jnp.broadcast_to(weight, (rank,)) > 0, factor, 0.0)
 
     at_once = rows_at_once(b, splits, rows)
+    # What Mosaic would find by itself, in minutes where there are a hundred splits.
+    strided = plgpu.Layout.WG_STRIDED((rank,), vec_size=rank // LANES)
+
+    def part(parts_ref, *place):
+        return plgpu.layout_cast(parts_ref[place], strided)
 
     def body(parts_ref, stats_ref, out_ref, total_ref):
         batch, first = lax.axis_index("b"), lax.axis_index("block") * at_once
         # As much as registers hold is asked for before the first weight is known, so that a CTA waits for memory once.
         early = [
-            [parts_ref[batch, split, first + step] for split in range(min(splits, EARLY))] for step in range(at_once)
+            [part(parts_ref, batch, split, first + step) for split in range(min(splits, EARLY))]
+            for step in range(at_once)
         ]
         logits = [[stats_ref[batch, split, 0, first + step] for split in range(splits)] for step in range(at_once)]
         for step in range(at_once):
@@ -326,8 +332,8 @@ def combine_latent(
             weights, top, total, share = _weights(logits[step])
             out = jnp.zeros((rank,), jnp.float32)
             for split, weight in enumerate(weights):
-                value = early[step][split] if split < EARLY else parts_ref[batch, split, row]
-                factor = factor_of(stats_ref, batch, split, row, weight * share)
+                value = early[step][split] if split < EARLY else part(parts_ref, batch, split, row)
+                factor = plgpu.layout_cast(factor_of(stats_ref, batch, split, row, weight * share), strided)
                 # What lies in an empty split is skipped, not weighted.
                 out += jnp.where(factor != 0, value.astype(jnp.float32) * factor, 0.0)
             out_ref[batch, row] = out.astype(dtype)

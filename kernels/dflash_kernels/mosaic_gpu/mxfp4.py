@@ -15,9 +15,26 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm, vector
 
 from dflash_kernels.core.device import WARPGROUP
-from dflash_kernels.core.mxfp4 import SHIFT, TILE, tile_numbers
+from dflash_kernels.core.mxfp4 import PAIRS, SHIFT, TILE, tile_numbers
 from dflash_kernels.mosaic_gpu import ptx as th
 from dflash_kernels.mosaic_gpu.thread_op import GLOBAL, MATRIX, SCALAR, matrix, thread_op
+
+
+def _pairs() -> str:
+    """PTX that makes four pairs of bfloat16 of a word: rotated, masked (`core.mxfp4.PAIRS`), times the factor of the pair's row."""
+    lines = ["{ .reg .b32 a, b;"]
+    for slot, parts in enumerate(PAIRS):
+        for place, (turn, mask) in enumerate(parts):
+            # What no bit under the mask is brought over the end of a word for is a shift, for which there are more units.
+            over = any(mask >> bit & 1 for bit in range(turn))
+            turned = f"shf.l.wrap.b32 b, $4, $4, {turn};" if over else f"shl.b32 b, $4, {turn};"
+            join = f"lop3.b32 a, b, {mask}, a, 0xEA;" if place else f"and.b32 a, b, {mask};"
+            lines.append((turned if turn else "mov.b32 b, $4;") + " " + join)
+        lines.append(f"mul.rn.bf16x2 ${slot}, a, ${5 + slot % 2};")
+    return " ".join([*lines, "}"])
+
+
+_PAIRS = _pairs()
 
 
 def _widened_interpreted(tile: Any) -> Any:
@@ -44,14 +61,7 @@ def widened(tile: Any) -> Any:
     for step, word in enumerate(words):
         upper, lower = factors[step // 2], factors[2 + step // 2]
         # A number's bits at a bfloat16's places are the number times 2^-126, the subnormal one included.
-        slots = utils.inline_ptx(
-            "{ .reg .b32 a, b, c; and.b32 a, $4, 0x81C081C0; mul.rn.bf16x2 $0, a, $5;"
-            " shl.b32 a, $4, 3; and.b32 a, a, 0x81C081C0; mul.rn.bf16x2 $1, a, $6;"
-            " shl.b32 a, $4, 6; and.b32 a, a, 0x81C081C0; mul.rn.bf16x2 $2, a, $5;"
-            " shl.b32 a, $4, 1; and.b32 a, a, 0x80008000; shr.u32 b, $4, 5; and.b32 b, b, 0x01000100; or.b32 a, a, b;"
-            " shr.u32 c, $4, 4; and.b32 c, c, 0x00C000C0; or.b32 a, a, c; mul.rn.bf16x2 $3, a, $6; }",
-            word, upper, lower, result_types=[i32] * 4,
-        )  # fmt: skip
+        slots = utils.inline_ptx(_PAIRS, word, upper, lower, result_types=[i32] * 4)
         for slot, value in enumerate(slots):
             registers[0, 2 * step + slot // 2, 0, 0, slot % 2, 0, 0, 0, 0] = utils.bitcast(value, pair)
     return mgpu.FragmentedArray(_registers=registers, _layout=mgpu.WGMMA_LAYOUT, _is_signed=None)

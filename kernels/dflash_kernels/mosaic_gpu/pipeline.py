@@ -10,7 +10,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from dflash_kernels.mosaic_gpu.thread_op import interpreting, thread_op
+from dflash_kernels.mosaic_gpu import ptx as th
+from dflash_kernels.mosaic_gpu.thread_op import SCALAR, interpreting, thread_op
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,10 @@ class Ring:
     def stage(self, step: Any) -> Any:
         """Where the tile of a step lies."""
         return rem(step, self.stages)
+
+    def after(self, stage: Any) -> Any:
+        """The stage of the step after that of `stage`: cheaper than a remainder for each step."""
+        return jnp.where(stage == self.stages - 1, 0, stage + 1)
 
     def producer_acquire(self, step: Any, stage: Any) -> None:
         """Waits until the stage is empty, as it is before its first use."""
@@ -80,3 +85,21 @@ def by_one_warp(task: Callable[[], None], condition: Any = None) -> None:
 def warpgroup_barrier() -> None:
     """All threads of the warpgroup wait for each other."""
     utils.warpgroup_barrier()
+
+
+def arrive_by_warps(barriers: Any, place: Any) -> None:
+    """A warpgroup's arrival at a barrier by one thread of each warp, for all of its threads: they would arrive one by one.
+
+    `barriers`: `tma.address_of` some; `place`: which of them.
+    """
+    if interpreting():
+        plgpu.barrier_arrive(barriers.at[place])
+    else:
+        _arrive_by_warps(barriers + place * 8)
+
+
+@thread_op(args=(SCALAR,))
+def _arrive_by_warps(barrier: Any) -> None:
+    utils.inline_ptx("bar.warp.sync 0xffffffff;", has_side_effects=True, convergent=True)
+    one = utils.single_thread_predicate(scope=utils.ThreadSubset.WARP)
+    th.when(one, "mbarrier.arrive.release.cta.shared::cta.b64 _, [$0], 32;", barrier)

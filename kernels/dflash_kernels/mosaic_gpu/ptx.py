@@ -323,10 +323,32 @@ def cluster_barrier() -> None:
         inline(ptx, convergent=True)
 
 
-def load_peer(address, cta: int):
-    """A word of another CTA's shared memory, at an address of the own."""
-    ptx = f"{{ .reg .b32 there; mapa.shared::cluster.u32 there, $1, {cta}; ld.shared::cluster.b32 $0, [there]; }}"
-    return inline(ptx, address, returns=i32())
+def push_quad(base, word, cta, values, barrier) -> None:
+    """Sends four words to another CTA's shared memory, where they lie as from number `word` of the own `base` on, a multiple of
+    four. The barrier there that lies where the own `barrier` does counts their bytes as they arrive."""
+    ptx = (
+        "{ .reg .b32 there, counts; mapa.shared::cluster.u32 there, $0, $1; mapa.shared::cluster.u32 counts, $2, $1;"
+        " st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [there], {$3, $4, $5, $6}, [counts]; }"
+    )
+    inline(ptx, add(base, mul(word, 4)), cta, barrier, *values)
+
+
+def expect_bytes(barrier, count: int, *, others: int = 0) -> None:
+    """Arrives at a barrier, for so many others as well, that completes when all have arrived and the bytes that each expects."""
+    if others:
+        inline(f"mbarrier.arrive.shared::cta.b64 _, [$0], {others};", barrier)
+    inline(f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], {count};", barrier)
+
+
+def await_phase(barrier, phase) -> None:
+    """Waits until a barrier has completed for the time number `phase`, of which only the last bit counts."""
+    ptx = "{ .reg .pred done; again: mbarrier.try_wait.parity.shared::cta.b64 done, [$0], $1; @!done bra again; }"
+    inline(ptx, barrier, phase)
+
+
+def over_lanes(value, kind: str):
+    """The sum ("add"), the largest ("max") or the smallest ("min") of a warp's values, integers without sign."""
+    return inline(f"redux.sync.{kind}.u32 $0, $1, 0xffffffff;", value, returns=i32(), convergent=True)
 
 
 def warpgroup_barrier() -> None:
@@ -350,6 +372,11 @@ def fori(count, carry: list):
 
 def shift_left(a, bits: int):
     return arith.shli(a, utils.c(bits, a.type))
+
+
+def shift_right(a, bits):
+    """Without a sign, by fewer than 32 bits."""
+    return arith.shrui(a, bits)
 
 
 def widen_index(a):

@@ -1,17 +1,19 @@
 """Radix selection: places, or slots in pages, of a row's largest numbers, by a cluster of CTAs that hold the row in shared memory.
 
 Numbers become integers of the same order, of which eight bits at a time are found. A pass counts how many of the numbers that begin
-with what is found have which eight bits next; counts of all CTAs are added up, and the largest bits that enough numbers reach are
-the next ones. Each lane counts in a place of its own, so that no distribution of numbers, all of them equal included, has two
-threads of a warp wait for one another.
+with what is found have which eight bits next, and sends the counts to all CTAs; the largest bits that enough numbers reach are the
+next ones. Threads of a warp that count in the same place do so at once. Counts arrive at a barrier in shared memory: CTAs that wait
+for one another at a barrier of the cluster first wait for their stores to global memory, too. One warp looks for the bits, as all
+others had to wait for what it reads, and another one adds up what earlier CTAs have.
 
-What is larger than the number found is taken, and of what equals it the first ones. A thread has numbers that lie next to each
-other, and knows from counts how many before them are taken: places come out in ascending order, the same ones each time.
+What is larger than the number found is taken, and of what equals it the first ones. A CTA knows from the counts how many of earlier
+CTAs' numbers are taken, and a thread, whose numbers lie next to each other, how many of those before its own: places come out in
+ascending order, the same ones each time.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
-from dflash_kernels.core.device import WARP
+from dflash_kernels.core.device import WARP, WARPGROUP
 from dflash_kernels.mosaic_gpu import ptx as th
 from dflash_kernels.mosaic_gpu.thread_op import GLOBAL, SCALAR, thread_op
 
@@ -21,16 +23,40 @@ STEP = 4 * THREADS  # numbers that a CTA's threads have four each of
 BITS = 8  # of a pass
 BINS = 1 << BITS
 _WARPS = THREADS // WARP
+DIGITS = 32 // BITS  # passes, and barriers of a CTA
 _AT_ONCE = 4  # loads of a thread that are on their way at a time
-_LINE = 7  # the place of a number of eight bits in lanes' counts: four bytes of each of 32 lanes
+_KEPT = 4  # times four numbers of a thread that its registers hold over all passes
 _SIGN, _LOWEST = -(1 << 31), -(1 << 23)  # bits of -0 and of -inf, as int32
 MOST_PLACES = 1 << 16  # counts have half a word each
-SCRATCH = {"bins": BINS * WARP, "totals": 2 * BINS, "sums": BINS, "of_warps": _WARPS, "of_cta": 1}  # int32 words
+_PACKED = BINS // 2  # words of a CTA's counts
+_NOWHERE = BINS * DIGITS  # the place of what does not count
 
 
-@thread_op(args=(*[GLOBAL] * 3, SCALAR, *[GLOBAL] * 6))
+def scratch(ctas: int) -> dict[str, int]:
+    """Int32 words of a CTA's shared memory: its counts, those of all CTAs, earlier CTAs' sums; what a warp tells the others."""
+    several = DIGITS * BINS if ctas > 1 else 4
+    return {
+        "bins": _NOWHERE + 4, "given": DIGITS * ctas * _PACKED, "earlier": several, "of_warps": _WARPS, "told": 4 + 2 * DIGITS,
+    }  # fmt: skip
+
+
+@thread_op(args=(*[GLOBAL] * 3, SCALAR, *[GLOBAL] * 6, SCALAR))
 def select_row(
-    scores, table, out, sequence, held, bins, totals, sums, of_warps, of_cta, *, count: int, ctas: int, page_size: int
+    scores,
+    table,
+    out,
+    sequence,
+    held,
+    bins,
+    given,
+    earlier,
+    of_warps,
+    told,
+    barriers,
+    *,
+    count: int,
+    ctas: int,
+    page_size: int,
 ) -> None:
     """Writes the places of the `count` largest of a row's numbers, ascending, with -1 behind the last: -inf is never one.
 
@@ -39,37 +65,72 @@ def select_row(
       table: `[B, W]` int32 in global memory, of whose row `sequence` slots are made where `page_size` is not 0.
       out: `[count]` int32 in global memory, fewer than `MOST_PLACES`.
       held: int32 in shared memory, a multiple of `STEP` numbers, fewer than `MOST_PLACES`, and `1 / ctas` of the row or more.
-      bins and so on: int32 in shared memory, sizes as in `SCRATCH`.
+      bins and so on: int32 in shared memory, sizes as in `scratch`.
+      barriers: address of the first of `DIGITS` barriers in shared memory, at which a warpgroup's threads arrive.
     """
     (size,), _ = th.shape_and_strides(scores)
     (own,), _ = th.shape_and_strides(held)
     cta = th.cta_of_cluster() if ctas > 1 else th.number(0)
-    row = _Row(own, ctas, cta, *(th.address(ref, space=3) for ref in (held, bins, totals, sums, of_warps, of_cta)))
+    memory = [th.address(ref, space=3) for ref in (held, bins, given, earlier, of_warps, told)]
+    row = _Row(own, ctas, cta, barriers, *memory)
     row.load(scores, size)
-    least, missing = row.least(count)
     pages = None
     if page_size:
         width = th.shape_and_strides(table)[0][1]
         pages = row.pages(th.offset(th.address(table), th.mul(th.mul(sequence, width), 4)), width, page_size)
-    row.write(th.address(out), count, least, missing, pages)
+    row.write(th.address(out), count, row.bound(count), pages)
+
+
+class _Bound(NamedTuple):
+    """What is taken: the numbers above `least`, and the first `missing` of those that equal it.
+
+    Attributes:
+      least: an integer.
+      missing: how many are taken of what equals it; inside: how many there are.
+      chosen: how many are taken in all.
+      bits: the integer before which there is nothing to take, eight bits from each pass; done: whether three passes were enough.
+    """
+
+    least: Any
+    missing: Any
+    inside: Any
+    chosen: Any
+    bits: Any
+    done: Any
 
 
 class _Row:
     """What a thread knows of its CTA's part of the row: four numbers after four, next to each other in the row."""
 
     def __init__(
-        self, own: int, ctas: int, cta: Any, held: Any, bins: Any, totals: Any, sums: Any, of_warps: Any, of_cta: Any
+        self,
+        own: int,
+        ctas: int,
+        cta: Any,
+        barriers: Any,
+        held: Any,
+        bins: Any,
+        given: Any,
+        earlier: Any,
+        of_warps: Any,
+        told: Any,
     ):
-        self.own, self.ctas, self.cta, self.held = own, ctas, cta, held
-        self.bins, self.totals, self.sums, self.of_warps, self.of_cta = bins, totals, sums, of_warps, of_cta
+        self.own, self.ctas, self.cta, self.barriers, self.held = own, ctas, cta, barriers, held
+        self.bins, self.given, self.earlier, self.of_warps, self.told = bins, given, earlier, of_warps, told
         self.thread = th.thread_of_cta()
         self.lane, self.warp = th.rem(self.thread, WARP), th.div(self.thread, WARP)
         self.quads = own // STEP  # of a thread
+        self.kept: list | None = None
 
     def load(self, scores: Any, size: int) -> None:
         """The part to shared memory, as integers; 0 for what is never taken. Nothing is counted yet."""
-        for step in range(BINS * WARP // STEP):
-            self._empty(th.add(th.mul(self.thread, 4), step * STEP))
+        with th.branch(th.under(self.thread, (_NOWHERE + 4) // 4)):
+            th.store_shared_quad(self.bins, th.mul(self.thread, 4), [th.number(0)] * 4)
+        if self.ctas > 1:
+            with th.branch(th.compare(self.warp, "eq", 0)):
+                for digit in range(DIGITS):
+                    # A warp arrives for a warpgroup.
+                    th.expect_bytes(self._barrier(digit), 4 * _PACKED * self.ctas // WARP, others=WARPGROUP // WARP - 1)
         first, quads = th.mul(self.cta, self.own), [th.add(self.thread, step * THREADS) for step in range(self.quads)]
         for begin in range(0, self.quads, _AT_ONCE):
             some, loaded = quads[begin : begin + _AT_ONCE], []
@@ -82,84 +143,107 @@ class _Row:
             for quad, words in zip(some, loaded, strict=True):
                 th.store_shared_quad(self.held, _swizzled(quad), [_ordered(word) for word in words])
         th.cta_barrier()
+        if self.quads <= _KEPT:
+            self.kept = [self._own(quad) for quad in range(self.quads)]
 
-    def _empty(self, word: Any) -> None:
-        th.store_shared_quad(self.bins, word, [th.number(0)] * 4)
+    def _barrier(self, digit: int):
+        return th.add(self.barriers, 8 * digit)
 
     def _own(self, quad: int) -> list:
         """Four numbers of this thread's."""
+        if self.kept is not None:
+            return self.kept[quad]
         return th.shared_quad(self.held, _swizzled(th.add(th.mul(self.thread, self.quads), quad)))
 
     def _place(self, quad: int):
         """Place of the first of them in the row."""
         return th.add(th.mul(self.cta, self.own), th.mul(th.add(th.mul(self.thread, self.quads), quad), 4))
 
-    def least(self, count: int) -> tuple[Any, Any]:
-        """An integer and a number: the `count` largest are all above it, and so many of those that equal it."""
-        found, missing, inside = th.number(0), th.number(count), None
-        for digit in range(3):
+    def bound(self, count: int) -> _Bound:
+        """What the `count` largest are."""
+        found, missing, inside = th.number(0), th.number(count), th.number(0)
+        for digit in range(DIGITS - 1):
             found, missing, inside = self._next_bits(found, missing, digit)
         # Where all numbers that begin so are taken, no more bits are needed.
         done = th.every(th.compare(inside, "eq", missing), th.compare(found, "ne", 0))
 
-        @th.fori(th.as_word(th.compare(th.as_word(done), "eq", 0)), [found, missing])
+        @th.fori(th.as_word(th.compare(th.as_word(done), "eq", 0)), [found, missing, inside])
         def last(_, carry):
-            return list(self._next_bits(carry[0], carry[1], 3)[:2])
+            return list(self._next_bits(carry[0], carry[1], DIGITS - 1))
 
-        below = th.sub(th.mul(found, BINS), 1)
-        found, missing = last.results
-        found, missing = th.select(done, below, found), th.select(done, th.number(0), missing)
+        whole, missing, inside = last.results
+        bits, none = th.select(done, th.mul(found, BINS), whole), th.number(0)
+        least = th.select(done, th.sub(bits, 1), whole)
         # Fewer numbers than are wanted are all above 0, which is none.
-        return found, th.select(th.compare(found, "eq", 0), th.number(0), missing)
+        few = th.compare(bits, "eq", 0)
+        chosen = th.select(few, th.sub(th.number(count), missing), th.number(count))
+        return _Bound(least, th.select(th.either(done, few), none, missing), inside, chosen, bits, done)
 
-    def _next_bits(self, found: Any, missing: Any, digit: int) -> tuple[Any, Any, Any]:
+    def _next_bits(self, found: Any, missing: Any, digit: int) -> list:
         """With the next eight bits; how many are missing among those that begin so, and how many these are."""
-        self._count(found, 32 - BITS * (digit + 1))
-        bits, above, reached = self._enough(missing, digit % 2)
-        return th.add(th.mul(found, BINS), bits), th.sub(missing, above), th.sub(reached, above)
+        self._count(found, digit)
+        if self.ctas > 1:
+            self._send(digit)
+        with th.branch(th.compare(self.warp, "eq", 0)):
+            bits, above, reached = self._enough(self._sums(digit), missing)
+            words = [th.add(th.mul(found, BINS), bits), th.sub(missing, above), th.sub(reached, above), th.number(0)]
+            with th.branch(th.compare(self.lane, "eq", 0)):
+                th.store_shared_quad(self.told, th.number(0), words)
+        if self.ctas > 1:
+            with th.branch(th.compare(self.warp, "eq", 1)):
+                first = th.add(th.mul(self.lane, BINS // WARP), BINS * digit)
+                sums = self._sums(digit, before=True)
+                for step in (0, 4):
+                    th.store_shared_quad(self.earlier, th.add(first, step), sums[step : step + 4])
+        th.cta_barrier()
+        return th.shared_quad(self.told, th.number(0))[:3]
 
-    def _count(self, found: Any, shift: int) -> None:
-        """Counts by their next bits the numbers that begin with `found`, for each lane apart."""
-        of_lane = th.add(self.bins, th.mul(self.lane, 4))
+    def _count(self, found: Any, digit: int) -> None:
+        """Counts by their next bits the numbers that begin with `found`."""
+        shift, first = 32 - BITS * (digit + 1), th.add(self.bins, 4 * BINS * digit)
         for quad in range(self.quads):
             for word in self._own(quad):
-                counts = th.compare(word, "ne", 0)
-                if shift + BITS < 32:
-                    counts = th.every(counts, th.compare(th.div(word, 1 << (shift + BITS)), "eq", found))
-                line = th.div(word, 1 << (shift - _LINE)) if shift >= _LINE else th.mul(word, 1 << (_LINE - shift))
-                line = th.bit_and(line, (BINS - 1) << _LINE)
-                th.when(counts, "red.shared.add.u32 [$0], 1;", th.add(of_lane, line))
+                place = th.add(first, th.mul(th.bit_and(th.div(word, 1 << shift), BINS - 1), 4))
+                if digit:
+                    counts = th.compare(th.div(word, 1 << (shift + BITS)), "eq", found)
+                    counts = th.every(counts, th.compare(word, "ne", 0))
+                    th.when(counts, "red.shared.add.u32 [$0], 1;", place)
+                else:
+                    # Nearly all do: no branch.
+                    place = th.select(th.compare(word, "ne", 0), place, th.add(self.bins, 4 * _NOWHERE))
+                    th.inline("red.shared.add.u32 [$0], 1;", place)
         th.cta_barrier()
 
-    def _enough(self, missing: Any, turn: int) -> tuple[Any, Any, Any]:
-        """The largest next bits that `missing` numbers reach, 0 where none are; how many have larger ones, and these or larger."""
-        # Four threads add up a bin's 32 places.
-        words, places = [], [th.add(th.mul(self.thread, WARP // 4), step) for step in (0, 4)]
-        for place in places:
-            words += th.shared_quad(self.bins, place)
-        for place in places:
-            self._empty(place)  # for the next pass, before which all meet
-        total = _sum(words)
-        for distance in (1, 2):
-            total = th.add(total, th.shuffle_xor(total, distance))
-        totals = th.add(self.totals, 4 * BINS * turn)
-        place = th.add(totals, th.mul(th.div(self.thread, 4), 4))
-        th.when(th.compare(th.rem(self.thread, 4), "eq", 0), "st.shared.b32 [$0], $1;", place, total)
+    def _send(self, digit: int) -> None:
+        """The counts to all CTAs, a warp to each."""
+        with th.branch(th.under(self.warp, self.ctas)):
+            own = self._of_lane(self.bins, BINS * digit)
+            packed = [th.add(own[i], th.mul(own[i + 1], MOST_PLACES)) for i in (0, 2, 4, 6)]
+            place = th.add(th.mul(self.cta, _PACKED), digit * self.ctas * _PACKED)
+            th.push_quad(self.given, th.add(place, th.mul(self.lane, 4)), self.warp, packed, self._barrier(digit))
+
+    def _sums(self, digit: int, *, before: bool = False) -> list:
+        """Eight bins' counts of all CTAs, or of those before the own one."""
         if self.ctas == 1:
-            th.cta_barrier()
-            sums = totals
-        else:
-            # Two turns: a CTA that is ahead writes where nobody reads any more.
-            th.cluster_barrier()
-            with th.branch(th.under(self.thread, BINS)):
-                place = th.mul(self.thread, 4)
-                of_all = _sum([th.load_peer(th.add(totals, place), cta) for cta in range(self.ctas)])
-                th.store_shared(self.sums, self.thread, of_all)
-            th.cta_barrier()
-            sums = self.sums
-        # Every warp finds the same, eight bins a lane: how many numbers have the bits of a bin or larger ones.
-        first = th.mul(self.lane, 8)
-        own_bins = [*th.shared_quad(sums, first), *th.shared_quad(sums, th.add(first, 4))]
+            return self._of_lane(self.bins, BINS * digit)
+        th.await_phase(self._barrier(digit), th.number(0))
+        sums = [th.number(0)] * 8
+        for cta in range(self.ctas):
+            words = th.shared_quad(self.given, th.add(th.mul(self.lane, 4), (digit * self.ctas + cta) * _PACKED))
+            if before:
+                is_before = th.compare(self.cta, "ugt", cta)
+                words = [th.select(is_before, word, th.number(0)) for word in words]
+            counts = [half for word in words for half in reversed(_halves(word))]
+            sums = [th.add(a, b) for a, b in zip(sums, counts, strict=True)]
+        return sums
+
+    def _of_lane(self, base: Any, start: int) -> list:
+        """Eight words of a lane, which lie next to each other."""
+        first = th.add(th.mul(self.lane, BINS // WARP), start)
+        return [*th.shared_quad(base, first), *th.shared_quad(base, th.add(first, 4))]
+
+    def _enough(self, own_bins: list, missing: Any) -> tuple[Any, Any, Any]:
+        """The largest next bits that `missing` numbers reach, 0 where none are; how many have larger ones, and these or larger."""
         # Bins of later lanes are larger: everything, less what lies in the own one and before.
         before = self._through_lane(_sum(own_bins))
         reached = th.sub(th.from_lane(before, WARP - 1), before)
@@ -172,11 +256,31 @@ class _Row:
             fewer = reached if place else th.select(th.compare(self.lane, "eq", 0), th.number(0), reached)
             above = th.unsigned_max(above, th.select(enough, th.number(0), fewer))
             least = th.unsigned_min(least, th.select(enough, reached, th.number(-1)))
-        for distance in (1, 2, 4, 8, 16):
-            hits = th.add(hits, th.shuffle_xor(hits, distance))
-            above = th.unsigned_max(above, th.shuffle_xor(above, distance))
-            least = th.unsigned_min(least, th.shuffle_xor(least, distance))
-        return th.sub(th.unsigned_max(hits, th.number(1)), 1), above, least
+        hits = th.unsigned_max(th.over_lanes(hits, "add"), th.number(1))
+        return th.sub(hits, 1), th.over_lanes(above, "max"), th.over_lanes(least, "min")
+
+    def _tell_earlier(self, bound: _Bound) -> None:
+        """How many of earlier CTAs' numbers are above what was found, and how many equal it: a warp for each pass."""
+        bits, none = th.number(0), th.number(0)
+        for digit in range(DIGITS):
+            of_digit = th.bit_and(th.div(bound.bits, 1 << (32 - BITS * (digit + 1))), BINS - 1)
+            bits = th.select(th.compare(self.warp, "eq", digit), of_digit, bits)
+        passes = th.select(bound.done, th.number(DIGITS - 1), th.number(DIGITS))
+        is_last = th.compare(th.add(self.warp, 1), "eq", passes)
+        with th.branch(th.under(self.warp, DIGITS)):
+            first = th.mul(self.lane, BINS // WARP)
+            place, above, ties = th.add(first, th.mul(self.warp, BINS)), none, none
+            words = [*th.shared_quad(self.earlier, place), *th.shared_quad(self.earlier, th.add(place, 4))]
+            for step, word in enumerate(words):
+                bin_ = th.add(first, step)
+                above = th.add(above, th.select(th.compare(bin_, "ugt", bits), word, none))
+                ties = th.add(ties, th.select(th.compare(bin_, "eq", bits), word, none))
+            is_pass = th.compare(passes, "ugt", self.warp)
+            above = th.select(is_pass, th.over_lanes(above, "add"), none)
+            ties = th.select(is_last, th.over_lanes(ties, "add"), none)
+            with th.branch(th.compare(self.lane, "eq", 0)):
+                th.store_shared(self.told, th.add(self.warp, 4), above)
+                th.store_shared(self.told, th.add(self.warp, 4 + DIGITS), ties)
 
     def _through_lane(self, value: Any):
         """The sum of all earlier lanes' values and the own one."""
@@ -194,9 +298,11 @@ class _Row:
             shifts.append(th.mul(th.sub(page, number), page_size))
         return shifts
 
-    def write(self, out: Any, count: int, least: Any, missing: Any, pages: list | None) -> None:
-        """Places of the numbers above `least`, and of the first `missing` that equal it."""
-        own = th.number(0)
+    def write(self, out: Any, count: int, bound: _Bound, pages: list | None) -> None:
+        """Places of what is taken."""
+        least, missing, own = bound.least, bound.missing, th.number(0)
+        if self.ctas > 1:
+            self._tell_earlier(bound)
         for quad in range(self.quads):
             for word in self._own(quad):
                 own = th.add(own, th.select(th.compare(word, "ugt", least), th.number(MOST_PLACES), th.number(0)))
@@ -205,33 +311,25 @@ class _Row:
         last = th.compare(self.lane, "eq", WARP - 1)
         th.when(last, "st.shared.b32 [$0], $1;", th.add(self.of_warps, th.mul(self.warp, 4)), through)
         th.cta_barrier()
-        of_cta = th.shared_word(self.of_warps, self.lane)
-        earlier = th.select(th.compare(self.lane, "ult", self.warp), of_cta, th.number(0))
-        for distance in (1, 2, 4, 8, 16):
-            of_cta = th.add(of_cta, th.shuffle_xor(of_cta, distance))
-            earlier = th.add(earlier, th.shuffle_xor(earlier, distance))
-        before = _halves(th.add(earlier, th.sub(through, own)))
-        everything = _halves(of_cta)
+        is_earlier = th.compare(self.lane, "ult", self.warp)
+        earlier = th.select(is_earlier, th.shared_word(self.of_warps, self.lane), th.number(0))
+        before = _halves(th.add(th.over_lanes(earlier, "add"), th.sub(through, own)))
         if self.ctas > 1:
-            th.when(th.compare(self.thread, "eq", 0), "st.shared.b32 [$0], $1;", self.of_cta, of_cta)
-            th.cluster_barrier()
-            parts = [_halves(th.load_peer(self.of_cta, cta)) for cta in range(self.ctas)]
-            for which in range(2):
-                everything[which] = _sum([part[which] for part in parts])
-                for cta, part in enumerate(parts):
-                    is_earlier = th.compare(self.cta, "ugt", cta)
-                    before[which] = th.add(before[which], th.select(is_earlier, part[which], th.number(0)))
+            above, ties = (_sum(th.shared_quad(self.told, th.number(first))) for first in (4, 4 + DIGITS))
+            # Where three passes were enough, all that begins so is above.
+            above = th.add(above, th.select(bound.done, ties, th.number(0)))
+            before = [th.add(a, b) for a, b in zip(before, (above, ties), strict=True)]
         # Where all that equal it are taken, they are above the integer before it.
-        all_ties = th.every(th.compare(everything[1], "eq", missing), th.compare(missing, "ne", 0))
+        all_ties = th.every(th.compare(bound.inside, "eq", missing), th.compare(missing, "ne", 0))
         taken = th.add(before[0], th.unsigned_min(before[1], missing))
         plain = th.either(all_ties, th.compare(missing, "eq", 0))
 
         @th.fori(th.as_word(plain), [])
         def _(_, carry):
-            bound, place = th.sub(least, th.as_word(all_ties)), th.offset(out, th.mul(taken, 4))
+            under, place = th.sub(least, th.as_word(all_ties)), th.offset(out, th.mul(taken, 4))
             for quad in range(self.quads):
                 for step, word in enumerate(self._own(quad)):
-                    takes = th.compare(word, "ugt", bound)
+                    takes = th.compare(word, "ugt", under)
                     th.when(takes, "st.global.b32 [$0], $1;", place, self._named(quad, step, pages))
                     place = th.offset(place, th.mul(th.as_word(takes), 4))
             return carry
@@ -248,13 +346,10 @@ class _Row:
                     ties = th.add(ties, th.as_word(equal))
             return carry
 
-        chosen = th.add(everything[0], th.unsigned_min(everything[1], missing))
         for start in range(0, count, THREADS * self.ctas):
             place = th.add(th.add(th.mul(self.cta, THREADS), self.thread), start)
-            empty = th.every(th.under(place, count), th.compare(place, "uge", chosen))
+            empty = th.every(th.under(place, count), th.compare(place, "uge", bound.chosen))
             th.when(empty, "st.global.b32 [$0], $1;", th.offset(out, th.mul(place, 4)), th.number(-1))
-        if self.ctas > 1:
-            th.cluster_barrier()  # nobody leaves whose memory is read
 
     def _named(self, quad: int, step: int, pages: list | None):
         """A number's place, or its slot."""

@@ -8,14 +8,18 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, memref
 from jaxlib.mlir.dialects import vector as vectors
 
+from dflash_kernels.core.device import WARPGROUP
 from dflash_kernels.core.layouts import interleave_columns
+from dflash_kernels.mosaic_gpu import ptx as th
 from dflash_kernels.mosaic_gpu.convert import interleaved_float8
 from dflash_kernels.mosaic_gpu.thread_op import GLOBAL, SCALAR, kernel, thread_op
 
@@ -49,6 +53,62 @@ def load_row(ref: Any, vector: int = VECTOR) -> jax.Array:
     return plgpu.load(ref, layout=plgpu.Layout.WG_STRIDED(ref.shape, vec_size=vector), optimized=False)
 
 
+def _whole(width: int) -> int:
+    """Numbers of as many whole vectors of all threads as hold a row."""
+    return width + -width % (VECTOR * WARPGROUP)
+
+
+@thread_op(
+    args=(GLOBAL,),
+    returns=lambda ref: plgpu.ShapeDtypeStruct(
+        (_whole(ref.shape[0]),), ref.dtype, layout=_strided(_whole(ref.shape[0]), VECTOR)
+    ),
+    interpret=lambda ref: jnp.pad(ref[...], (0, _whole(ref.shape[0]) - ref.shape[0])),
+)
+def _load_padded(ref: Any) -> Any:
+    (width,), kind = th.shape_and_strides(ref)[0], ir.MemRefType(ref.type).element_type
+    size, whole = utils.bytewidth(kind), _whole(width)
+    base, registers = th.address(ref), []
+    for first in range(0, whole, VECTOR * WARPGROUP):
+        place = th.add(th.mul(th.thread(), VECTOR), first)
+        words = th.load(th.offset(base, th.mul(place, size)), VECTOR * size // 4, there=th.under(place, width))
+        packed = vectors.from_elements(ir.VectorType.get((len(words),), th.i32()), words)
+        registers.append(vectors.bitcast(ir.VectorType.get((VECTOR,), kind), packed))
+    layout = mgpu.WGStridedFragLayout((whole,), VECTOR)
+    return mgpu.FragmentedArray(_registers=np.array(registers, dtype=object), _layout=layout, _is_signed=None)
+
+
+def _store_interpreted(ref: Any, row: Any) -> None:
+    ref[...] = row[: ref.shape[0]]
+
+
+@thread_op(args=lambda _, row: (GLOBAL, _strided(row.shape[0], VECTOR)), interpret=_store_interpreted)
+def _store_padded(ref: Any, row: Any) -> None:
+    (width,), size = th.shape_and_strides(ref)[0], utils.bytewidth(ir.MemRefType(ref.type).element_type)
+    base, count = th.address(ref), VECTOR * size // 4
+    for index, register in enumerate(row.registers.flat):
+        place = th.add(th.mul(th.thread(), VECTOR), index * VECTOR * WARPGROUP)
+        packed = vectors.bitcast(ir.VectorType.get((count,), th.i32()), register)
+        words = [vectors.extract(packed, dynamic_position=[], static_position=[i]) for i in range(count)]
+        names = ", ".join(f"${i + 1}" for i in range(count))
+        th.when(
+            th.under(place, width), f"st.global.v{count}.b32 [$0], {{{names}}};", th.offset(base, th.mul(place, size)), *words
+        )  # fmt: skip
+
+
+def load_padded(ref: Any) -> jax.Array:
+    """A row in global memory whose length is a multiple of `VECTOR`, with zeros up to whole vectors of all threads."""
+    return load_row(ref) if ref.shape[0] == _whole(ref.shape[0]) else _load_padded(ref)
+
+
+def store_padded(ref: Any, row: jax.Array) -> None:
+    """Stores what `load_padded` loads, without the zeros."""
+    if ref.shape == row.shape:
+        ref[...] = row
+    else:
+        _store_padded(ref, row)
+
+
 def rms_norm(row: jax.Array, weight: jax.Array, eps: float, *, zero_centered: bool = False) -> jax.Array:
     """A row's root-mean-square norm, rounded to its dtype, times the weight, rounded again.
 
@@ -59,11 +119,14 @@ def rms_norm(row: jax.Array, weight: jax.Array, eps: float, *, zero_centered: bo
     return weighted(wide, factor, weight, row.dtype, zero_centered=zero_centered)
 
 
-def weighted(wide: jax.Array, factor: Any, weight: jax.Array, dtype: Any, *, zero_centered: bool) -> jax.Array:
-    """A row in float32 times its norm's factor and weight, in `dtype` and rounded as `rms_norm` rounds it."""
+def weighted(
+    wide: jax.Array, factor: Any, weight: jax.Array, dtype: Any, *, zero_centered: bool, rounds_last: bool = False
+) -> jax.Array:
+    """A row in float32 times its norm's factor and weight, in `dtype` and rounded as `rms_norm` rounds it; with `rounds_last` once,
+    after the weight."""
     weight = weight.astype(jnp.float32)
-    if zero_centered:
-        return (wide * factor * (1.0 + weight)).astype(dtype)
+    if zero_centered or rounds_last:
+        return (wide * factor * (1.0 + weight if zero_centered else weight)).astype(dtype)
     return (weight * (wide * factor).astype(dtype).astype(jnp.float32)).astype(dtype)
 
 

@@ -13,6 +13,7 @@ import math
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax._src.pallas.mosaic_gpu import lowering
 from jax.core import ShapedArray
@@ -22,12 +23,12 @@ from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.core import Primitive
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, nvvm
+from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
 from dflash_kernels.core.device import WARP, WARPGROUP
 from dflash_kernels.mosaic_gpu import ptx as th
 from dflash_kernels.mosaic_gpu.layouts import TILED, swizzled, tiled
-from dflash_kernels.mosaic_gpu.thread_op import GLOBAL, SCALAR, interpreting, thread_op
+from dflash_kernels.mosaic_gpu.thread_op import GLOBAL, NUMBER, SCALAR, interpreting, thread_op
 
 _BARRIER = 8  # bytes
 # What createpolicy.fractional.L2::evict_first makes of all bytes: a constant needs no registers over the loop.
@@ -247,51 +248,162 @@ def _wait_for_rows(*, later: int) -> None:
     utils.inline_ptx("fence.proxy.async.shared::cta;", has_side_effects=True)
 
 
-def gather_rows(pool: Any, slots: Any, first: Any, column: Any, target: Any, barriers: Any, slot: Any) -> None:
-    """Starts `cp.async` copies of rows that are named one by one, some columns of them.
+def copy_line(source: Any, first: Any, count: int, target: Any, barriers: Any, slot: Any) -> None:
+    """Starts a copy of `count` neighbouring rows of `source` to shared memory without a swizzle, by one thread, evict-first.
+
+    Args:
+      source: a matrix of words in global memory; first: the first row, int32 scalar.
+      target: `[count, columns]`.
+      barriers: `address_of` some; slot: which of them completes, for all threads of the warpgroup.
+    """
+    if interpreting():
+        plgpu.copy_gmem_to_smem(source.at[pl.ds(first, count)], target, barriers.at[slot])
+    else:
+        _copy_line(source, first, target, arrival(barriers, slot), size=4 * count * source.shape[1])
+
+
+@thread_op(args=(GLOBAL, SCALAR, GLOBAL, SCALAR))
+def _copy_line(source, first, target, barrier, *, size: int) -> None:
+    pitch = th.shape_and_strides(source)[1][0] * 4
+    start = th.add(th.address(source), th.mul(th.widen_index(first), pitch))
+    shared, one = th.address(target, space=3), utils.single_thread_predicate(utils.ThreadSubset.WARPGROUP)
+    with utils.when(one):
+        utils.inline_ptx(
+            f"mbarrier.arrive.noComplete.shared::cta.b64 _, [$2], {WARPGROUP - 1};"
+            f" mbarrier.arrive.expect_tx.shared::cta.b64 _, [$2], {size};"
+            " cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+            f" [$0], [$1], {size}, [$2], $3;",
+            shared, start, barrier, utils.c(_EVICT_FIRST, th.i64()), has_side_effects=True,
+        )  # fmt: skip
+
+
+_SLOTS = 64  # of a tile; each warp has all of them, two of a lane
+_OF_THREADS = plgpu.ShapeDtypeStruct(
+    (2 * WARPGROUP,), jnp.dtype(jnp.int32), layout=plgpu.Layout.WG_STRIDED((2 * WARPGROUP,), vec_size=2)
+)
+
+
+def _tile_slots_interpreted(slots: Any, first: Any) -> Any:
+    return jnp.tile(slots[pl.ds(first, _SLOTS)].reshape(2, WARP).T, (WARPGROUP // WARP, 1)).reshape(-1)
+
+
+def _in_order(held: Any) -> Any:
+    """What `tile_slots` gives in the interpreter, as the slots are in memory."""
+    return held.reshape(-1, WARP, 2)[0].T.reshape(-1)
+
+
+@thread_op(args=(GLOBAL, SCALAR), returns=_OF_THREADS, interpret=_tile_slots_interpreted)
+def tile_slots(slots, first):
+    """Slots `first` and on of a tile of 64 rows, for `gather_rows` and `named_bits`: read now, needed later."""
+    lane, _ = th.lane_and_warp()
+    places = [th.word_address(slots, th.add(th.add(first, lane), step)) for step in (0, WARP)]
+    pair = [th.load(place, op="ld.global.nc")[0] for place in places]
+    held = vector.from_elements(ir.VectorType.get((2,), th.i32()), pair)
+    layout = mgpu.WGStridedFragLayout((2 * WARPGROUP,), 2)
+    return mgpu.FragmentedArray(_registers=np.array([held], dtype=object), _layout=layout, _is_signed=True)
+
+
+def _named_bits_interpreted(pool: Any, held: Any) -> Any:
+    pages, _, page_size, _ = pool.shape
+    slots = _in_order(held)
+    named = ((slots >= 0) & (slots < pages * page_size)).reshape(2, WARP).astype(jnp.int32)
+    words = jnp.sum(named << jnp.arange(WARP, dtype=jnp.int32), axis=1, dtype=jnp.int32)
+    return [words[0], words[1]]
+
+
+@thread_op(
+    args=lambda pool, held: (GLOBAL, _OF_THREADS.layout), returns=[NUMBER, NUMBER], interpret=_named_bits_interpreted
+)
+def named_bits(pool, held):
+    """A bit for each of a tile's slots, two words of 32: whether it is a row of the pool."""
+    (pages, _, page_size, _), _ = th.shape_and_strides(pool)
+    return [_ballot(th.under(slot, pages * page_size)) for slot in _pair(held)]
+
+
+def _pair(held) -> list:
+    return [vector.extract(held.registers.item(), [], [i]) for i in range(2)]
+
+
+def _ballot(condition):
+    """A bit for each lane whose condition holds."""
+    ptx = "{ .reg .pred holds; setp.ne.b32 holds, $1, 0; vote.sync.ballot.b32 $0, holds, 0xffffffff; }"
+    return th.inline(ptx, th.as_word(condition), returns=th.i32(), convergent=True)
+
+
+def gather_rows(pool: Any, held: Any, column: Any, target: Any, barriers: Any, slot: Any) -> None:
+    """Starts `cp.async` copies of the 64 rows that are named one by one, some columns of them.
 
     Args:
       pool: `[P, 1, p, C]` in global memory, two bytes an element.
-      slots: `[K]` int32 in global memory, `page * p + row`; zeros come for a negative one, or one past the pool.
-      first: number of the first slot, int32 scalar; column: first column.
-      target: `[rows, columns]` in shared memory, in swizzled tiles of 8 rows of 128 bytes.
+      held: `tile_slots`, each `page * p + row`; zeros come for a negative one, or one past the pool.
+      column: the first one.
+      target: `[64, columns]` in shared memory, in swizzled tiles of 8 rows of 128 bytes.
       barriers: `address_of` some; slot: which of them completes, as by one copy, when all has come. Whoever has waited for it calls
         `gathered` before matrix instructions read.
     """
     if interpreting():
         pages, _, page_size, _ = pool.shape
-        rows = slots[pl.ds(first, target.shape[0])]
+        rows = _in_order(held)
         there = (rows >= 0) & (rows < pages * page_size)
-        held = pool[...].reshape(pages * page_size, -1)[jnp.where(there, rows, 0)]
-        held = lax.dynamic_slice_in_dim(held, column, target.shape[1], axis=1)
-        target[...] = jnp.where(there[:, None], held, jnp.zeros((), held.dtype))
+        found = pool[...].reshape(pages * page_size, -1)[jnp.where(there, rows, 0)]
+        found = lax.dynamic_slice_in_dim(found, column, target.shape[1], axis=1)
+        target[...] = jnp.where(there[:, None], found, jnp.zeros((), found.dtype))
         plgpu.barrier_arrive(barriers.at[slot])
         return
-    _gather_rows(pool, slots, first, column, target, arrival(barriers, slot))
+    _gather_rows(pool, held, target, arrival(barriers, slot), column=column)
 
 
-@thread_op(args=lambda pool, slots, first, column, target, barrier: (
-    GLOBAL, GLOBAL, SCALAR, SCALAR, plgpu.RefType(TILED), SCALAR
-))  # fmt: skip
-def _gather_rows(pool, slots, first, column, target, barrier) -> None:
+@thread_op(args=lambda pool, held, target, barrier, **_: (GLOBAL, _OF_THREADS.layout, plgpu.RefType(TILED), SCALAR))
+def _gather_rows(pool, held, target, barrier, *, column: int) -> None:
     (pages, _, page_size, width), _ = th.shape_and_strides(pool)
     rows, columns = th.rows_and_columns(target)
-    across = columns * 2 // th.CHUNK
-    base = th.add(th.address(pool), th.widen_index(th.mul(column, 2)))
-    shared, thread, copies = th.address(target, space=3), th.thread(), []
-    for start in range(0, rows * across, WARPGROUP):
-        chunk = th.add(thread, start)
-        row, place = th.div(chunk, across), th.mul(th.rem(chunk, across), th.CHUNK)
-        named = th.load(th.word_address(slots, th.add(first, row)), op="ld.global.nc", ordered=False)[0]
-        copies.append((row, place, named))
-    for row, place, named in copies:
-        there = th.under(named, pages * page_size)
-        source = th.mul(th.widen_index(th.select(there, named, th.number(0))), width * 2)
-        source = th.add(th.add(base, source), th.widen_index(place))
-        size = th.select(there, th.number(th.CHUNK), th.number(0))
-        to = th.add(shared, th.within(row, place, columns, 128))
+    across, (lane, warp) = columns * 2 // th.CHUNK, th.lane_and_warp()
+    at_once, of_warp = WARP // across, rows // (WARPGROUP // WARP)
+    # A warp copies sixteen rows that follow one another: half of what its lanes hold in one place.
+    first, later = _pair(held)
+    own = th.select(th.under(warp, 2), first, later)
+    there = _ballot(th.under(own, pages * page_size))
+    own = th.select(th.under(own, pages * page_size), own, th.number(0))
+    which = th.div(lane, across)  # of the rows at once
+    source_lane = th.add(th.mul(th.rem(warp, 2), of_warp), which)
+    place = th.mul(th.rem(lane, across), th.CHUNK)
+    base = th.add(th.address(pool), th.widen_index(th.add(place, 2 * column)))
+    row0, shared = th.add(th.mul(warp, of_warp), which), th.address(target, space=3)
+    there = th.shift_right(there, source_lane)
+    for row in range(0, of_warp, at_once):
+        named = th.from_lane(own, th.add(source_lane, row))
+        source = th.add(base, th.mul(th.widen_index(named), width * 2))
+        size = th.mul(th.bit_and(th.div(there, 1 << row), 1), th.CHUNK)
+        to = th.add(shared, th.within(th.add(row0, row), place, columns, 128))
         th.inline(f"cp.async.cg.shared.global [$0], [$1], {th.CHUNK}, $2;", to, source, size)
     th.inline("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];", barrier)
+
+
+@thread_op(args=(GLOBAL, GLOBAL, *[SCALAR] * 3), interpret=lambda *_, **__: None)
+def prefetch_named(pool, slots, begin, turn, end, *, pairs: int) -> None:
+    """Starts the way from memory to the L2 of rows that `gather_rows` takes from it later.
+
+    Args:
+      pool, slots: `[P, 1, p, C]` and `[K]` in global memory.
+      begin, turn, end: tiles of 64 slots come in pairs, `begin` and the next one, `begin + turn` and on, all of them below `end`;
+        the first pair is left out.
+      pairs: so many at most.
+    """
+    (pages, _, page_size, width), _ = th.shape_and_strides(pool)
+    thread = th.thread_of_cta()
+    pair0, key = th.div(thread, 2 * _SLOTS), th.rem(thread, 2 * _SLOTS)
+    for pair in range(1, pairs, 2):
+        tile = th.add(begin, arith.muli(th.add(pair0, pair), turn))
+        tile = th.add(tile, th.div(key, _SLOTS))
+        there = arith.cmpi(arith.CmpIPredicate.slt, tile, end)
+        place = th.word_address(
+            slots, th.select(there, th.add(th.mul(tile, _SLOTS), th.rem(key, _SLOTS)), th.number(0))
+        )
+        (named,) = th.load(place, op="ld.global.nc", there=there, otherwise="-1")
+        row = th.add(th.address(pool), th.mul(th.widen_index(named), width * 2))
+        th.when(
+            th.under(named, pages * page_size), f"cp.async.bulk.prefetch.L2.global [$0], {width * 2};", row
+        )  # fmt: skip
 
 
 @thread_op(interpret=lambda: None)

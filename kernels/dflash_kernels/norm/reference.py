@@ -58,11 +58,19 @@ def reduce_add_norm_xla(
 
 
 def weighted_norm(
-    rows: Float[Array, "M D"], weight: Float[Array, "D"], eps: float, *, zero_centered: bool = False
+    rows: Float[Array, "M D"],
+    weight: Float[Array, "D"],
+    eps: float,
+    *,
+    zero_centered: bool = False,
+    rounds_last: bool = False,
 ) -> Float[Array, "M D"]:
-    """The RMS norm in float32, rounded to the rows' dtype before a weight and after an offset from 1 is applied."""
+    """The RMS norm in float32, rounded to the rows' dtype before a weight, or with `rounds_last` after it, and after an offset from
+    1 is applied."""
     wide = rows.astype(jnp.float32)
     factor = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     if zero_centered:
         return (wide * factor * (1.0 + weight.astype(jnp.float32))).astype(rows.dtype)
+    if rounds_last:
+        return (wide * factor * weight.astype(jnp.float32)).astype(rows.dtype)
     return weight * (wide * factor).astype(rows.dtype)

@@ -7,13 +7,14 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from dflash_kernels.mosaic_gpu.radix_select import SCRATCH, STEP, WARPGROUPS, select_row
+from dflash_kernels.mosaic_gpu.radix_select import DIGITS, STEP, WARPGROUPS, scratch, select_row
 from dflash_kernels.mosaic_gpu.thread_op import kernel
+from dflash_kernels.mosaic_gpu.tma import address_of
 
 
-def words(held: int) -> int:
-    """Of shared memory of a CTA that holds so many numbers."""
-    return held + sum(SCRATCH.values())
+def words(held: int, ctas: int) -> int:
+    """Of shared memory of one of so many CTAs that holds so many numbers."""
+    return held + sum(scratch(ctas).values())
 
 
 def choose(scores: jax.Array, table: jax.Array, *, count: int, tokens: int, page_size: int, ctas: int) -> jax.Array:
@@ -29,18 +30,21 @@ def choose(scores: jax.Array, table: jax.Array, *, count: int, tokens: int, page
     own = -(-size // (ctas * STEP)) * STEP
     cluster: dict[str, Any] = {"cluster": (ctas,), "cluster_names": ("part",)} if ctas > 1 else {}
 
-    def body(scores_ref, table_ref, out_ref, held, bins, totals, sums, of_warps, of_cta) -> None:
+    def body(scores_ref, table_ref, out_ref, held, *buffers) -> None:
         row = lax.axis_index("row")
+        *areas, barriers = buffers
         select_row(
-            scores_ref.at[row], table_ref, out_ref.at[row], lax.div(row, jnp.int32(tokens)), held, bins, totals, sums, of_warps,
-            of_cta, count=count, ctas=ctas, page_size=page_size,
+            scores_ref.at[row], table_ref, out_ref.at[row], lax.div(row, jnp.int32(tokens)), held, *areas, address_of(barriers),
+            count=count, ctas=ctas, page_size=page_size,
         )  # fmt: skip
 
     body.__name__ = "index_select"  # what profilers show
     run = kernel(
         body, out_type=jax.ShapeDtypeStruct((rows, count), jnp.int32), grid=(rows,), grid_names=("row",), **cluster,
         num_threads=WARPGROUPS, thread_name="wg",
-        scratch_types=[plgpu.SMEM((words,), jnp.int32) for words in (own, *SCRATCH.values())],
+        scratch_types=[
+            *(plgpu.SMEM((words,), jnp.int32) for words in (own, *scratch(ctas).values())), plgpu.Barrier(num_barriers=DIGITS)
+        ],
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True),
     )  # fmt: skip
     return run(scores, table)

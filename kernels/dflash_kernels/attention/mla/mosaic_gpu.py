@@ -118,8 +118,8 @@ def _attend_selected(
         table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % KEYS)), constant_values=-1)
     if launch.rows > heads:
         folded = jnp.pad(folded, ((0, 0), (0, launch.rows - heads), (0, 0)))
-    lens, live = (jnp.full((b * t,), count, jnp.int32) for count in (tiles * KEYS, 1))
-    out, lse = kernel.attention(launch, folded, latent_pages, table, lens, live, lens, interpret=interpret)
+    # Lengths are all the same, and known: an array of them would be made by a launch of its own.
+    out, lse = kernel.attention(launch, folded, latent_pages, *[table] * 4, interpret=interpret)
     if launch.direct:
         out, lse = out[:, :heads], lse[:, 0, 0, :heads]
     else:

@@ -11,6 +11,7 @@ BARRIERS = 512  # bytes, more than any launch has
 SWAPPED = 128  # threads of a CTA that swap with the other one's
 # Splits from which on a kernel of our own combines them faster than XLA, whose fusion takes them one after the other.
 KERNEL_COMBINES = 8
+ONE_SPLIT = 192  # keys in a window's reach that are not worth a second launch
 MOST_TOGETHER = 8  # CTAs of a cluster that every GPU can launch
 
 
@@ -54,7 +55,7 @@ class Launch:
       row_blocks: CTAs that the rows of one KV head are spread over.
       keys: keys of a tile; stages: tiles in flight.
       splits: CTAs that share a sequence's visible pages; min_tiles: fewest tiles worth a split.
-      direct: write the output itself (one split, no sinks) rather than float32 partial results.
+      direct: write the output itself (one split) rather than float32 partial results.
       together: CTAs of a cluster write the output, combined from the splits in their shared memories.
       items: work items of a `PagedSchedule`; the last CTA of a sequence's to finish combines its splits. 0 without one.
       evict_first: pages are copied with a hint that they are read once.
@@ -149,7 +150,9 @@ def plan(
     ctas = b * kv_heads * row_blocks
     per_multiprocessor = 2 if warpgroups == 1 and keys == 64 and head_dim <= 128 else 1
     splits = tuning.splits
-    if splits is None:
+    if splits is None and _seen(tokens, table_width * page_size, mask["window"]) <= ONE_SPLIT:
+        splits = 1
+    elif splits is None:
         splits = best_splits(
             ctas, MULTIPROCESSORS, table_width * page_size, keys, min(tokens * group, warpgroups * ROWS)
         )
@@ -158,7 +161,7 @@ def plan(
     whole_tokens = tiles == 1 or ROWS % group == 0
     if not takes_items(tokens * group, head_dim, has_sinks):
         items = 0
-    direct = not items and splits == 1 and not has_sinks and whole_tokens and group * head_dim % 64 == 0
+    direct = not items and splits == 1 and whole_tokens and group * head_dim % 64 == 0
     # Splits on their way to being combined stay in the L2 then; where there are none the hint gains nothing (docs/attention.md).
     evict_first = not direct
     # Measured: pairs gain where splits are large, larger clusters lose (docs/attention.md).
@@ -179,6 +182,11 @@ def plan(
         warpgroups=warpgroups, rows=ROWS, row_blocks=row_blocks, keys=keys, stages=stages, splits=splits,
         min_tiles=tuning.min_tiles, direct=direct, together=together, items=items, evict_first=evict_first, **mask,
     )  # fmt: skip
+
+
+def _seen(tokens: int, longest: int, window: tuple[int | None, int | None]) -> int:
+    """Keys that some token of a call sees, at most."""
+    return longest if window[0] is None else min(longest, window[0] + tokens)
 
 
 def takes_items(rows: int, head_dim: int, has_sinks: bool) -> bool:

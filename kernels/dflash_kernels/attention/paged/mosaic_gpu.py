@@ -108,11 +108,13 @@ def _attend(
         # The interpreter has no shared memory of other CTAs, and no hints.
         launch = dataclasses.replace(launch.unpaired(), together=False, evict_first=False)
     integers = [array.astype(jnp.int32) for array in (page_table, seq_lens, q_lens)]
-    if slopes is not None:
-        slopes = jnp.tile(slopes.astype(jnp.float32).reshape(kv_heads, 1, group), (1, tokens, 1)).reshape(
-            kv_heads, rows
-        )
-        slopes = jnp.pad(slopes, ((0, 0), (0, launch.row_blocks * launch.block_rows - rows)))
+
+    def of_rows(of_heads: Array) -> Array:
+        """`[N]` as `[K, rows]`, padded to whole blocks."""
+        each = jnp.tile(of_heads.astype(jnp.float32).reshape(kv_heads, 1, group), (1, tokens, 1))
+        return jnp.pad(each.reshape(kv_heads, rows), ((0, 0), (0, launch.row_blocks * launch.block_rows - rows)))
+
+    slopes = None if slopes is None else of_rows(slopes)
     grouped = q.reshape(b, tokens, kv_heads, group, head_dim)
     if launch.items and schedule is not None:
         if k_scale is None or v_scale is None:
@@ -131,8 +133,15 @@ def _attend(
         fragments = interpret is None and rows > FEW_ROWS and head_dim % 16 == 0 and not launch.halves
         if merge == "kernel" and not whole and fragments:
             launch = dataclasses.replace(launch, fragments=True)
-        kernel = sm90_wide if launch.halves else sm90
-        out, parts_lse = kernel.attention(launch, grouped, k_pages, v_pages, slopes, *integers, interpret=interpret)
+        if launch.halves:
+            out, parts_lse = sm90_wide.attention(
+                launch, grouped, k_pages, v_pages, slopes, *integers, interpret=interpret
+            )
+        else:
+            sunk = of_rows(sinks) if sinks is not None and launch.direct else None
+            out, parts_lse = sm90.attention(
+                launch, grouped, k_pages, v_pages, slopes, *integers, sinks=sunk, interpret=interpret
+            )
     else:
         out, parts_lse = sm90_8bit.attention(
             launch, grouped, k_pages, v_pages, k_scale, v_scale, slopes, *integers, interpret=interpret

@@ -41,7 +41,7 @@ _PARAMS = plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0)
 
 def attention(
     launch: Launch, q: jax.Array, k_pages: jax.Array, v_pages: jax.Array, slopes: jax.Array | None, table: jax.Array,
-    seq_lens: jax.Array, q_lens: jax.Array, interpret: Any = None,
+    seq_lens: jax.Array, q_lens: jax.Array, sinks: jax.Array | None = None, interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """Runs the kernel.
 
@@ -52,6 +52,8 @@ def attention(
       slopes: float32 `[K, row_blocks * block_rows]` ALiBi slope of each row, or None.
       table: `[B, W]` int32. Entries past a sequence's last page are never read.
       seq_lens, q_lens: `[B]` int32.
+      sinks: float32 `[K, row_blocks * block_rows]`, of each row the logit that counts in the output as one more key without a
+        value; for `launch.direct`, or None.
 
     Returns:
       Output `[B, T, K, G, H]` where `launch.direct` or `launch.together`, else float32 partial outputs `[B, K, splits, rows, H]`,
@@ -65,7 +67,9 @@ def attention(
         out = jax.ShapeDtypeStruct((b, launch.tokens, launch.kv_heads, launch.group, launch.head_dim), q.dtype)
     else:
         out = jax.ShapeDtypeStruct((b, launch.kv_heads, launch.splits, written, launch.head_dim), jnp.float32)
-    given = given_arrays(q=q, k=k_pages, v=v_pages, slopes=slopes, table=table, seq_lens=seq_lens, q_lens=q_lens)
+    given = given_arrays(
+        q=q, k=k_pages, v=v_pages, slopes=slopes, sinks=sinks, table=table, seq_lens=seq_lens, q_lens=q_lens
+    )
 
     def body(*refs, **buffers):
         named = dict(zip([*given, "o", "lse"], refs, strict=True))
@@ -320,6 +324,11 @@ def _clear_unused(cta: Cta, values: Any, tile: Any) -> None:
 def _epilogue(cta: Cta, acc: Any, row_max: Any, row_sum: Any) -> None:
     """Normalizes and writes this warpgroup's rows."""
     out, lse = softmax.finalize(acc, row_max, row_sum, cta.work.live(row_sum, ROW))
+    if "sinks" in cta.refs:
+        sinks = plgpu.load(cta.refs["sinks"].at[cta.work.head, pl.ds(cta.work.first_row, ROWS)], optimized=False)
+        # Rows that see nothing stay zeros, with a sink of minus infinity as well.
+        share = jnp.exp(plgpu.layout_cast(sinks, ROW) - jnp.maximum(lse, -1e30))
+        out = out * spread(1 / (1 + share), out.shape)
     _write(cta, out[:, : cta.launch.head_dim], lse)
 
 

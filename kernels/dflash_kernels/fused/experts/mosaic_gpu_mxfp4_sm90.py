@@ -6,6 +6,8 @@ the consumers share, since widening four bits keeps several warpgroups busy. Eac
 exactly, and multiplies; the first one adds up what they have and runs the epilogue. Where tokens are so few that the second product
 has too few items for the GPU, its columns are cut into parts, whose results are added by whoever wants them.
 
+Where rows are so few that all their columns fit shared memory, `mosaic_gpu_mxfp4_few_sm90` does the same another way.
+
 Pallas' interpreter cannot make CTAs wait for each other: there each product is a launch of its own.
 """
 
@@ -22,6 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dflash_kernels.core.mxfp4 import PIECE, PIECES, SHIFT, TILE
+from dflash_kernels.fused.experts import mosaic_gpu_mxfp4_few_sm90 as few
 from dflash_kernels.fused.experts.plan_mxfp4 import Mxfp4Plan
 from dflash_kernels.fused.experts.routing_sm90 import sort_entries
 from dflash_kernels.fused.experts.rows_sm90 import announce_tile, await_tiles, gather_rows, store_out
@@ -59,17 +62,18 @@ def experts(
     given, names = ((entries,), ("entries",)) if weights is None else ((entries, weights), ("entries", "weights"))
     gate_up, gate_up_bias, down, down_bias = matrices
     first, last = ("gate_up", "gate_up_bias"), ("down", "down_bias")
+    made = few.launch if plan.resident else launch
     if interpret is None:
-        both = _launch(plan, x.dtype, (GATED, DOWN), ("x", *names, *first, *last, "ready"), (inner, out))
+        both = made(plan, x.dtype, (GATED, DOWN), ("x", *names, *first, *last, "ready"), (inner, out))
         return both(x, *given, *matrices, ready)[1]
-    between = _launch(plan, x.dtype, (GATED,), ("x", *names, *first), (inner,), interpret)
+    between = made(plan, x.dtype, (GATED,), ("x", *names, *first), (inner,), interpret)
     (between,) = between(x, *given, gate_up, gate_up_bias)
-    return _launch(plan, x.dtype, (DOWN,), ("inner", *names, *last), (out,), interpret)(
-        between, *given, down, down_bias
-    )[0]
+    return made(plan, x.dtype, (DOWN,), ("inner", *names, *last), (out,), interpret)(between, *given, down, down_bias)[
+        0
+    ]
 
 
-def _launch(
+def launch(
     plan: Mxfp4Plan,
     dtype: Any,
     stages: tuple[str, ...],

@@ -128,6 +128,10 @@ class Cta:
         """Stages of activations of one work item."""
         return (self.plan.hidden if stage == GATED else self.plan.inner) // (UNIT * BLOCK)
 
+    def first_feature(self, tile: Any) -> Any:
+        """Of a tile of the first product."""
+        return jnp.minimum(tile * self.plan.gated_rows, self.plan.inner - self.plan.gated_rows)
+
     def group(self, group: Any) -> list[Any]:
         """Expert, first place among the sorted entries, and how many there are."""
         return [self.buffers["groups"][row * self.plan.groups + group] for row in range(3)]
@@ -138,10 +142,13 @@ class Cta:
         for stage in self.stages:
             tiles = self.plan.gated_tiles if stage == GATED else self.plan.down_tiles
             steps = self.x_tiles(stage)
-            turns = div(used * tiles - self.index + self.plan.ctas - 1, self.plan.ctas)
+            # Those that have nothing of the first product take more of the second.
+            behind = stage == DOWN and self.plan.one_turn
+            first = self.plan.ctas - 1 - self.index if behind else self.index
+            turns = div(used * tiles - first + self.plan.ctas - 1, self.plan.ctas)
 
-            def one(turn: Any, _: None, stage=stage, tiles=tiles, steps=steps, before=before) -> None:
-                item = self.index + turn * self.plan.ctas
+            def one(turn: Any, _: None, stage=stage, tiles=tiles, steps=steps, before=before, first=first) -> None:
+                item = first + turn * self.plan.ctas
                 work(stage, before + turn * steps, div(item, tiles), rem(item, tiles))
 
             lax.fori_loop(0, turns, one, None)
@@ -170,7 +177,7 @@ def produce_weights(cta: Cta) -> None:
         expert, _, _ = cta.group(group)
         if stage == GATED:
             source, rows = cta.refs["gate_up"], plan.gated_rows
-            first = expert * (2 * plan.inner) + tile * rows
+            first = expert * (2 * plan.inner) + cta.first_feature(tile)
             second = first + plan.inner
         else:
             source, rows = cta.refs["down"], ROWS
@@ -271,7 +278,7 @@ def _work_item(cta: Cta, stage: str, before: Any, group: Any, tile: Any) -> None
     upper, lower = _mainloop(cta, cta.x_tiles(stage), before)
     if stage == GATED:
         inner, rows = upper * sigmoid(upper) * lower, cta.plan.gated_rows
-        feature = tile * rows
+        feature = cta.first_feature(tile)
         store_inner(cta.refs["inner"], inner.astype(cta.refs["inner"].dtype), first, live, feature, rows=rows)
         if "ready" in cta.refs:
             announce_tile(cta.refs["ready"], group)

@@ -6,6 +6,7 @@ BLOCK = 64  # columns of one copy: 128 bytes of sixteen-bit numbers, one swizzle
 ROWS = (
     64  # weight rows of one matrix instruction; a work item has as many gate as up rows, or two such tiles of down rows
 )
+FEWER_ROWS = 48, 40  # of a work item
 UNIT = 2  # blocks of activations in one stage
 SHARED = 222 * 1024  # bytes, less what barriers take
 X_SHARED = 32 * 1024
@@ -84,7 +85,12 @@ class Plan:
 
     @property
     def gated_tiles(self) -> int:
-        return self.inner // self.gated_rows
+        return -(-self.inner // self.gated_rows)
+
+    @property
+    def one_turn(self) -> bool:
+        """Whether no CTA has more than one work item of the first product."""
+        return self.entries * self.gated_tiles <= self.ctas
 
     @property
     def down_tiles(self) -> int:
@@ -146,11 +152,18 @@ def plan(
 
 
 def _gated_rows(tokens: int, top_k: int, experts: int, inner: int, ctas: int) -> int:
-    """Fewer than a matrix instruction takes where far fewer CTAs are idle for it in their last turn, at random choices."""
+    """Fewer than a matrix instruction takes where far fewer CTAs are idle for it in their last turn, at random choices.
+
+    They divide the inner width, or all tiles are one turn: then the last one of an expert may begin inside the one before.
+    """
     distinct = round(experts * (1 - (1 - top_k / experts) ** tokens))
 
-    def longest(rows: int) -> int:
-        return -(-distinct * inner // rows // ctas) * rows
+    def tiles(rows: int) -> int:
+        return distinct * -(-inner // rows)
 
-    fewer = ROWS * 3 // 4
-    return fewer if inner % fewer == 0 and longest(fewer) <= 0.8 * longest(ROWS) else ROWS
+    def longest(rows: int) -> int:
+        return -(-tiles(rows) // ctas) * rows
+
+    fitting = (rows for rows in FEWER_ROWS if inner % rows == 0 or tiles(rows) <= ctas)
+    fewer = min(fitting, key=longest, default=ROWS)
+    return fewer if longest(fewer) <= 0.8 * longest(ROWS) else ROWS

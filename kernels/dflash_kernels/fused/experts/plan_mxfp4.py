@@ -17,6 +17,9 @@ from dflash_kernels.fused.experts.plan import (
 CHOICE = Choice(normed=True, scale=1.0)
 TILE_BYTES = PIECES * PIECE * 4
 CONSUMERS = (5, 3, 2, 1), (3, 2, 1)  # for groups of 8 columns, and of more, whose rings need the room
+MOST_RESIDENT = 112 * 1024  # bytes of shared memory for rows
+UNITS = 3, 1  # tiles of one consumer in one stage, where rows are resident: fewer waits
+KEPT = 2  # work items whose results consumers hand over at once, where rows are resident
 _MOST_PARTIAL_ROWS = 16  # entries for which partial results of the second product cost less than idle multiprocessors
 
 
@@ -36,11 +39,15 @@ class Mxfp4Plan(Plan):
       gate: what comes between the products.
       consumers: warpgroups, each with every so manieth tile of columns.
       parts: of the columns of the second product, whose results are added by whoever wants them.
+      resident: whether whole rows lie in shared memory (`mosaic_gpu_mxfp4_few_sm90`).
+      unit: tiles of one consumer in one stage of the ring.
     """
 
     gate: Gate = Gate(1.0, 1.0)
     consumers: int = 1
     parts: int = 1
+    resident: bool = False
+    unit: int = 1
 
     @property
     def gated_tiles(self) -> int:
@@ -67,14 +74,18 @@ def plan(
     units = hidden // TILE, inner // TILE
     columns = next((size for size in (8, 16, 32) if entries <= experts * size * 2 // 5), 64)
     consumers = next(count for count in CONSUMERS[columns > 8] if all(size % count == 0 for size in units))
-    parts = _parts(tokens, top_k, experts, units, consumers, ctas)
+    rows = 2 * max(hidden, inner) * columns * 2
+    resident = columns == 8 and rows <= MOST_RESIDENT
+    unit = next(u for u in UNITS if all(size % (consumers * u) == 0 for size in units)) if resident else 1
+    parts = _parts(tokens, top_k, experts, units, consumers * unit, ctas)
     x_stage = consumers * TILE * 2 * columns
     x_stages = max(X_SHARED // x_stage, 3) if columns > 8 else 8
-    kept = (consumers - 1) * TILE * columns * 4
-    left = SHARED - tables_size(entries, experts, columns) - x_stages * x_stage - kept
+    tables, kept = tables_size(entries, experts, columns), consumers * TILE * columns * 4
+    held = rows + KEPT * kept if resident else x_stages * x_stage + kept - kept // consumers
+    stages = min((SHARED - tables - held) // (consumers * unit * TILE_BYTES), 16)
     return Mxfp4Plan(
-        tokens, top_k, experts, hidden, inner, columns, TILE // 2, min(left // (consumers * TILE_BYTES), 16), x_stages,
-        ctas, CHOICE if chooses else None, gate, consumers, parts,
+        tokens, top_k, experts, hidden, inner, columns, TILE // 2, stages, x_stages, ctas, CHOICE if chooses else None, gate,
+        consumers, parts, resident, unit,
     )  # fmt: skip
 
 

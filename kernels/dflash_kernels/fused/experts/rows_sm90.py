@@ -62,6 +62,48 @@ def gather_rows(source: Any, column: Any, target: Any, order: Any, first: Any, l
     th.inline("cp.async.commit_group;")
 
 
+def _load_rows_interpreted(source: Any, target: Any, order: Any, first: Any, live: Any, *, top_k: int) -> None:
+    columns, width = target.shape[1:]
+    places = jnp.minimum(first + lax.iota(jnp.int32, columns), first + live - 1)
+    held = source[...][order[...][places] // top_k if top_k else places]
+    for block in range(source.shape[1] // width):
+        target.at[block][...] = held[:, block * width : (block + 1) * width]
+
+
+@thread_op(args=(GLOBAL, plgpu.RefType(TILED), GLOBAL, SCALAR, SCALAR), interpret=_load_rows_interpreted)
+def load_rows(source: Any, target: Any, order: Any, first: Any, live: Any, *, top_k: int) -> None:
+    """Starts `cp.async` copies of whole rows of `source`, those of a group; columns of no entry are left as they are.
+
+    Arguments are those of `gather_rows`; the target may have more blocks than the source.
+    """
+    groups, rows_of_group, width = (th.shape_and_strides(target)[0][axis] for axis in (1, 3, 4))
+    length, pitch = th.shape_and_strides(source)[0][1], th.shape_and_strides(source)[1][0]
+    chunks, columns = length * 2 // th.CHUNK, groups * rows_of_group
+    base, to, entries = th.address(source), th.address(target, space=3), th.address(order, space=3)
+
+    @th.fori(live, [])
+    def _(place: Any, carry: list) -> list:
+        row = th.add(first, place)
+        if top_k:
+            row = th.div(th.shared_word(entries, row), top_k)
+        start = th.add(base, th.mul(th.widen_index(row), pitch * 2))
+        for begin in range(0, chunks, WARPGROUP):
+            chunk = th.add(th.thread(), begin)
+            block, piece = th.div(chunk, 8), th.rem(chunk, 8)
+            line = th.add(th.mul(block, columns), place)
+            swizzled = th.mul(th.xor(piece, th.rem(place, 8)), th.CHUNK)
+            target_at = th.add(th.add(to, th.mul(line, width * 2)), swizzled)
+            where = th.add(start, th.widen_index(th.mul(chunk, th.CHUNK)))
+            copy = f"cp.async.cg.shared.global [$0], [$1], {th.CHUNK};"
+            if begin + WARPGROUP > chunks:
+                th.when(th.under(chunk, chunks), copy, target_at, where)
+            else:
+                th.inline(copy, target_at, where)
+        return carry
+
+    th.inline("cp.async.commit_group;")
+
+
 def _store_out_interpreted(
     target: Any, tile: Any, order: Any, shares: Any, first: Any, live: Any, feature: Any, *, shape: tuple[int, int, int]
 ) -> None:
@@ -135,4 +177,17 @@ def await_tiles(ready: Any, group: Any, *, given: int, taken: int) -> None:
             f"setp.eq.u32 p, w, {given + taken - 1}; @p st.relaxed.gpu.global.u32 [a], 0; }}",
             th.word_address(ready, group),
         )
+    th.warpgroup_barrier()
+
+
+@thread_op(args=(GLOBAL, SCALAR, SCALAR))
+def await_group(ready: Any, group: Any, items: Any, *, given: int, taken: int) -> None:
+    """`await_tiles` for `items` of the `taken` at once."""
+    with th.branch(th.compare(th.thread(), "eq", 0)):
+        th.inline(
+            "{ .reg .pred p; .reg .b32 w; .reg .b64 a; mov.b64 a, $0; again: ld.acquire.gpu.global.u32 w, [a]; "
+            f"setp.lt.u32 p, w, {given}; @p bra again; atom.relaxed.gpu.global.add.u32 w, [a], $1; add.u32 w, w, $1; "
+            f"setp.eq.u32 p, w, {given + taken}; @p st.relaxed.gpu.global.u32 [a], 0; }}",
+            th.word_address(ready, group), items,
+        )  # fmt: skip
     th.warpgroup_barrier()

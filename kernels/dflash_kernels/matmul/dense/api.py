@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float, Int
 
-from dflash_kernels.core.device import require_hopper
+from dflash_kernels.core.device import require_hopper, target
 from dflash_kernels.core.dispatch import first_fitting
 from dflash_kernels.core.layouts import ColumnBlocks
 from dflash_kernels.core.validation import check_axes, check_floats
@@ -23,6 +23,7 @@ IMPLEMENTATIONS = {
         "mosaic_gpu": mosaic_gpu.add_norm_scores_mosaic_gpu,
         "xla": reference.add_norm_scores_reference,
     },
+    "add_norm_dense": {"mosaic_gpu": mosaic_gpu.add_norm_dense_mosaic_gpu, "xla": reference.add_norm_dense_reference},
 }
 
 type Implementation = str | Sequence[str] | None
@@ -104,12 +105,13 @@ def dense_best(
 
 def add_norm(
     parts: Float[Array, "S M D"], stream: Float[Array, "M D"], weight: Float[Array, "D"], *, eps: float,
-    zero_centered: bool = False, implementation: Implementation = None,
+    zero_centered: bool = False, rounds_last: bool = False, implementation: Implementation = None,
 ) -> tuple[Float[Array, "M D"], Float[Array, "M D"]]:  # fmt: skip
     """Split-K reduction with residual and RMS norm: `stream + sum(parts)` in stream's dtype, and its norm times `weight`.
 
     Args:
       zero_centered: see `embed_norm`.
+      rounds_last: rows are rounded after the weight, not before.
 
     Raises:
       ValueError: shapes do not agree.
@@ -122,15 +124,16 @@ def add_norm(
     with jax.named_scope("add_norm"):
         return first_fitting(
             "add_norm", IMPLEMENTATIONS["add_norm"], implementation, parts, stream, weight, eps=eps,
-            zero_centered=zero_centered,
+            zero_centered=zero_centered, rounds_last=rounds_last,
         )  # fmt: skip
 
 
 def add_norm_scores(
-    parts: Float[Array, "S M D"], stream: Float[Array, "M D"], weight: Float[Array, "D"], scorer: Float[Array, "E D"], *,
-    eps: float, zero_centered: bool = False, implementation: Implementation = None,
+    parts: Float[Array, "S M D"], stream: Float[Array, "M D"], weight: Float[Array, "D"], scorer: Float[Array, "E D"],
+    bias: Float[Array, "E"] | None = None, *, eps: float, zero_centered: bool = False, rounds_last: bool = False,
+    implementation: Implementation = None,
 ) -> tuple[Float[Array, "M D"], Float[Array, "M D"], Float[Array, "M E"]]:  # fmt: skip
-    """`add_norm` and router logits: the norm's products with the rows of `scorer` in float32.
+    """`add_norm` and router logits: the norm's products with the rows of `scorer` in float32, plus `bias` where there is one.
 
     Raises:
       ValueError: shapes do not agree.
@@ -142,12 +145,53 @@ def add_norm_scores(
         raise ValueError(
             f"parts {parts.shape}, weight {weight.shape} and scorer {scorer.shape} do not fit a stream {stream.shape}"
         )
+    if bias is not None:
+        check_axes(bias=(bias, "E"))
+        check_floats(bias=bias)
+        if bias.shape != scorer.shape[:1]:
+            raise ValueError(f"bias {bias.shape} does not fit a scorer {scorer.shape}")
     implementations = IMPLEMENTATIONS["add_norm_scores"]
     with jax.named_scope("add_norm_scores"):
         return first_fitting(
-            "add_norm_scores", implementations, implementation, parts, stream, weight, scorer, eps=eps,
-            zero_centered=zero_centered,
+            "add_norm_scores", implementations, implementation, parts, stream, weight, scorer, bias, eps=eps,
+            zero_centered=zero_centered, rounds_last=rounds_last,
         )  # fmt: skip
+
+
+def add_norm_dense(
+    parts: Float[Array, "S M D"], stream: Float[Array, "M D"], weight: Float[Array, "D"], matrix: Float[Array, "F D"], *,
+    eps: float, zero_centered: bool = False, rounds_last: bool = False, implementation: Implementation = None,
+) -> tuple[Float[Array, "M D"], Float[Array, "M F"]]:  # fmt: skip
+    """`add_norm` and `dense` of the norm: the stream, and the norm's products with the rows of `matrix` in stream's dtype.
+
+    Raises:
+      ValueError: shapes do not agree.
+      NoImplementationError: nothing named takes these arguments.
+    """
+    check_axes(parts=(parts, "S M D"), stream=(stream, "M D"), weight=(weight, "D"), matrix=(matrix, "F D"))
+    check_floats(parts=parts, stream=stream, weight=weight, matrix=matrix)
+    if parts.shape[1:] != stream.shape or weight.shape != stream.shape[1:] or matrix.shape[1:] != weight.shape:
+        raise ValueError(
+            f"parts {parts.shape}, weight {weight.shape} and matrix {matrix.shape} do not fit a stream {stream.shape}"
+        )
+    implementations = IMPLEMENTATIONS["add_norm_dense"]
+    with jax.named_scope("add_norm_dense"):
+        return first_fitting(
+            "add_norm_dense", implementations, implementation, parts, stream, weight, matrix, eps=eps,
+            zero_centered=zero_centered, rounds_last=rounds_last,
+        )  # fmt: skip
+
+
+def add_norm_dense_refusal(rows: int, dtype: Any, *, features: int, depth: int) -> str | None:
+    """Why `add_norm_dense` has nothing faster than its two operations for these sizes; None where it has."""
+    try:
+        require_hopper()
+        mosaic_gpu.require_row(
+            rows, dtype, features=features, depth=depth, multiprocessors=target().multiprocessors
+        )  # fmt: skip
+    except NotImplementedError as reason:
+        return str(reason)
+    return None
 
 
 def dense_refusal(rows: int, dtype: Any, depth: int) -> str | None:

@@ -9,7 +9,8 @@ from jaxtyping import Array, Float, Int
 
 from dflash_kernels.core.device import require_hopper, target
 from dflash_kernels.core.layouts import ColumnBlocks, as_stored
-from dflash_kernels.matmul.dense.reference import dense_reference, dense_scores
+from dflash_kernels.matmul.dense.reference import biased_scores, dense_reference
+from dflash_kernels.matmul.row_product import RowPlan, row_plan
 from dflash_kernels.matmul.tiling import (
     BLOCK,
     FEWEST_ROWS,
@@ -25,7 +26,10 @@ from dflash_kernels.matmul.tiling import (
 STORE_ROWS = 256  # from here on a product with nothing after it is faster elsewhere
 SCORED_ROWS = 16
 FEW_ROWS = 32  # of which, and of some more, XLA makes split-K and then another launch
-ROW_WIDTH = 512  # rows of row kernels: a multiple of this
+ROW_WIDTH, PADDED_WIDTH = (
+    512,
+    64,
+)  # rows of row kernels: a multiple of the first, or of the second where they are padded
 
 
 type Weight = Array | ColumnBlocks
@@ -71,19 +75,38 @@ def dense_best_mosaic_gpu(x: Array, weight: Array) -> Array:
 
 
 def add_norm_mosaic_gpu(
-    parts: Array, stream: Array, weight: Array, *, eps: float, zero_centered: bool = False
+    parts: Array, stream: Array, weight: Array, *, eps: float, zero_centered: bool = False, rounds_last: bool = False
 ) -> tuple[Array, Array]:
     """See `add_norm`."""
     require_hopper()
-    return launch_add_norm(parts, stream, weight, eps=eps, zero_centered=zero_centered)
+    return launch_add_norm(parts, stream, weight, eps=eps, zero_centered=zero_centered, rounds_last=rounds_last)
 
 
 def add_norm_scores_mosaic_gpu(
-    parts: Array, stream: Array, weight: Array, scorer: Array, *, eps: float, zero_centered: bool = False
+    parts: Array, stream: Array, weight: Array, scorer: Array, bias: Array | None, **how: Any
 ) -> tuple[Array, Array, Array]:
     """See `add_norm_scores`."""
     require_hopper()
-    return launch_add_norm_scores(parts, stream, weight, scorer, eps=eps, zero_centered=zero_centered)
+    return launch_add_norm_scores(parts, stream, weight, scorer, bias, **how)
+
+
+def add_norm_dense_mosaic_gpu(
+    parts: Array, stream: Array, weight: Array, matrix: Array, **how: Any
+) -> tuple[Array, Array]:
+    """See `add_norm_dense`."""
+    require_hopper()
+    return launch_add_norm_dense(parts, stream, weight, matrix, **how, multiprocessors=target().multiprocessors)
+
+
+def require_row(rows: int, dtype: Any, *, features: int, depth: int, multiprocessors: int) -> RowPlan:
+    """The plan of `add_norm_dense`. Raises NotImplementedError with the reason for what the kernel does not support."""
+    if dtype != jnp.bfloat16:
+        raise NotImplementedError(f"takes bfloat16, not {dtype}")
+    if rows != 1:
+        raise NotImplementedError(f"takes one row, not {rows}: every CTA norms for itself")
+    if depth % ROW_WIDTH:
+        raise NotImplementedError(f"takes a depth in {ROW_WIDTH}s, not {depth}")
+    return row_plan(features, depth, multiprocessors)
 
 
 def require_product(rows: int, dtype: Any, depth: int, *, blocked: bool = False) -> None:
@@ -163,35 +186,56 @@ def launch_best(
     return reduce_candidates(found, rows)
 
 
-@functools.partial(jax.jit, static_argnames=("eps", "zero_centered", "interpret"))
+_HOW = ("eps", "zero_centered", "rounds_last", "interpret")
+
+
+@functools.partial(jax.jit, static_argnames=_HOW)
 def launch_add_norm(
-    parts: Array, stream: Array, weight: Array, *, eps: float, zero_centered: bool = False, interpret: Any = None
-) -> tuple[Array, Array]:
+    parts: Array, stream: Array, weight: Array, *, eps: float, zero_centered: bool = False, rounds_last: bool = False,
+    interpret: Any = None,
+) -> tuple[Array, Array]:  # fmt: skip
     """`add_norm` without the device check."""
     from dflash_kernels.matmul import row_norm_sm90 as kernel
 
-    _require_width(stream, weight)
-    return kernel.add_norm(parts, stream, weight, eps=eps, zero_centered=zero_centered, interpret=interpret)
+    _require_width(stream, weight, padded=True)
+    how: Any = {"eps": eps, "zero_centered": zero_centered, "rounds_last": rounds_last, "interpret": interpret}
+    return kernel.add_norm(parts, stream, weight, **how)
 
 
-@functools.partial(jax.jit, static_argnames=("eps", "zero_centered", "interpret"))
+@functools.partial(jax.jit, static_argnames=_HOW)
 def launch_add_norm_scores(
-    parts: Array, stream: Array, weight: Array, scorer: Array, *, eps: float, zero_centered: bool = False,
-    interpret: Any = None,
+    parts: Array, stream: Array, weight: Array, scorer: Array, bias: Array | None = None, *, eps: float,
+    zero_centered: bool = False, rounds_last: bool = False, interpret: Any = None,
 ) -> tuple[Array, Array, Array]:  # fmt: skip
     """`add_norm_scores` without the device check."""
     from dflash_kernels.matmul import row_norm_sm90 as kernel
 
+    how: Any = {"eps": eps, "zero_centered": zero_centered, "rounds_last": rounds_last, "interpret": interpret}
     # Each row reads the whole scorer: with many, a product after the norm reads less.
     if stream.shape[0] > SCORED_ROWS or scorer.dtype != stream.dtype:
-        stream, normed = launch_add_norm(
-            parts, stream, weight, eps=eps, zero_centered=zero_centered, interpret=interpret
-        )  # fmt: skip
-        return stream, normed, dense_scores(normed, scorer)
-    _require_width(stream, weight)
-    return kernel.add_norm_scores(
-        parts, stream, weight, scorer, eps=eps, zero_centered=zero_centered, interpret=interpret
+        stream, normed = launch_add_norm(parts, stream, weight, **how)
+        return stream, normed, biased_scores(normed, scorer, bias)
+    _require_width(stream, weight, padded=True)
+    return kernel.add_norm_scores(parts, stream, weight, scorer, bias, **how)
+
+
+@functools.partial(jax.jit, static_argnames=("eps", "zero_centered", "rounds_last", "multiprocessors", "interpret"))
+def launch_add_norm_dense(
+    parts: Array, stream: Array, weight: Array, matrix: Array, *, eps: float, zero_centered: bool = False,
+    rounds_last: bool = False, multiprocessors: int, interpret: Any = None,
+) -> tuple[Array, Array]:  # fmt: skip
+    """`add_norm_dense` without the device check."""
+    if not isinstance(matrix, jax.Array) or matrix.dtype != stream.dtype:
+        raise NotImplementedError(f"takes a matrix in the stream's dtype, not {matrix.dtype}")
+    features, depth = matrix.shape
+    plan = require_row(
+        stream.shape[0], stream.dtype, features=features, depth=depth, multiprocessors=multiprocessors
     )  # fmt: skip
+    _require_width(stream, weight)
+    from dflash_kernels.matmul import row_product_sm90 as kernel
+
+    how: Any = {"eps": eps, "zero_centered": zero_centered, "rounds_last": rounds_last, "interpret": interpret}
+    return kernel.add_norm_product(plan, parts, stream, weight, matrix, **how)
 
 
 @functools.partial(jax.jit, static_argnames=("eps", "zero_centered", "interpret"))
@@ -202,10 +246,14 @@ def _norm_rows(rows: Array, weight: Array, *, eps: float, zero_centered: bool = 
     return kernel.norm_rows(rows, weight, eps, interpret, zero_centered=zero_centered)
 
 
-def _require_width(stream: Array, weight: Array) -> None:
+def _require_width(stream: Array, weight: Array, *, padded: bool = False) -> None:
+    """`padded`: the kernel pads rows."""
     if weight.dtype != stream.dtype:
         raise NotImplementedError(f"takes a norm's weight in the stream's dtype, {stream.dtype}, not {weight.dtype}")
-    if stream.shape[1] % ROW_WIDTH or stream.dtype != jnp.bfloat16:
+    width, more = stream.shape[1], -stream.shape[1] % ROW_WIDTH
+    fits = more == 0 or (padded and width % PADDED_WIDTH == 0 and 10 * more <= width)
+    if not fits or stream.dtype != jnp.bfloat16:
+        also = f", or of {PADDED_WIDTH} a tenth below one" if padded else ""
         raise NotImplementedError(
-            f"takes bfloat16 rows of a multiple of {ROW_WIDTH}, not {stream.dtype} of {stream.shape[1]}"
+            f"takes bfloat16 rows of a multiple of {ROW_WIDTH}{also}, not {stream.dtype} of {width}"
         )

@@ -1,5 +1,7 @@
 """The definitions in plain jnp; each result is rounded as separate operations round it."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -54,10 +56,11 @@ def add_norm_reference(
     *,
     eps: float,
     zero_centered: bool = False,
+    rounds_last: bool = False,
 ) -> tuple[Float[Array, "M D"], Float[Array, "M D"]]:
     """See `add_norm`."""
     stream = (stream + jnp.sum(parts, axis=0)).astype(stream.dtype)
-    return stream, weighted_norm(stream, weight, eps, zero_centered=zero_centered)
+    return stream, weighted_norm(stream, weight, eps, zero_centered=zero_centered, rounds_last=rounds_last)
 
 
 def add_norm_scores_reference(
@@ -65,13 +68,37 @@ def add_norm_scores_reference(
     stream: Float[Array, "M D"],
     weight: Float[Array, "D"],
     scorer: Float[Array, "E D"],
+    bias: Float[Array, "E"] | None,
+    **how: Any,
+) -> tuple[Float[Array, "M D"], Float[Array, "M D"], Float[Array, "M E"]]:
+    """See `add_norm_scores`."""
+    stream, normed = add_norm_reference(parts, stream, weight, **how)
+    return stream, normed, biased_scores(normed, scorer, bias)
+
+
+def biased_scores(
+    x: Float[Array, "M D"], scorer: Float[Array, "E D"], bias: Float[Array, "E"] | None
+) -> Float[Array, "M E"]:
+    """`dense_scores`, plus a bias where there is one."""
+    scores = dense_scores(x, scorer)
+    return scores if bias is None else scores + bias.astype(jnp.float32)
+
+
+def add_norm_dense_reference(
+    parts: Float[Array, "S M D"],
+    stream: Float[Array, "M D"],
+    weight: Float[Array, "D"],
+    matrix: Float[Array, "F D"],
     *,
     eps: float,
     zero_centered: bool = False,
-) -> tuple[Float[Array, "M D"], Float[Array, "M D"], Float[Array, "M E"]]:
-    """See `add_norm_scores`."""
-    stream, normed = add_norm_reference(parts, stream, weight, eps=eps, zero_centered=zero_centered)
-    return stream, normed, dense_scores(normed, scorer)
+    rounds_last: bool = False,
+) -> tuple[Float[Array, "M D"], Float[Array, "M F"]]:
+    """See `add_norm_dense`."""
+    stream, normed = add_norm_reference(
+        parts, stream, weight, eps=eps, zero_centered=zero_centered, rounds_last=rounds_last
+    )
+    return stream, dense_reference(normed, matrix)
 
 
 def dense_scores(x: Float[Array, "M D"], scorer: Float[Array, "E D"]) -> Float[Array, "M E"]:

@@ -1,0 +1,1 @@
+"""Matrix products of a few rows with a bias, in one launch."""

@@ -1,0 +1,101 @@
+"""Products of a few rows on Hopper: a CTA streams 64 rows of weights past the rows of x.
+
+Weights are the left operand of the matrix instruction and rows of x the right one, so that few rows waste nothing. One warpgroup
+starts copies into a ring that takes all of shared memory, the other one multiplies. A tile of weights is one CTA's, bias and all,
+where nobody adds parts: fewer CTAs than multiprocessors read as fast, as long as enough is on its way to each.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from dflash_kernels.core.device import MATRIX_ROWS as TILE
+from dflash_kernels.matmul.few_tiling import BLOCK, Plan
+from dflash_kernels.mosaic_gpu.layouts import TILED, rows_of
+from dflash_kernels.mosaic_gpu.pipeline import Ring, div
+from dflash_kernels.mosaic_gpu.thread_op import ROW, interpreting, kernel
+from dflash_kernels.mosaic_gpu.wgmma import add_product, zeros
+
+
+def stream(
+    name: str, plan: Plan, given: dict[str, Any], outs: dict[str, Any], epilogue: Callable[..., None], *,
+    scratch: dict[str, Any] | None = None, interpret: Any = None,
+) -> Any:  # fmt: skip
+    """Runs the kernel: `epilogue(refs, product, tile, part)` for every tile of weights, with its bias, by one warpgroup.
+
+    Args:
+      name: what profilers show.
+      given: arrays and Refs by name: `x`, `weight`, `bias` or none, and what the epilogue takes; outs: what it writes.
+      scratch: shared memory of the epilogue's, among its `refs`.
+    """
+    # Copies past the end give zeros on a GPU, but more than eight rows must come in eights.
+    if interpret is not None or plan.rows > 8:
+        given = given | {"x": jnp.pad(given["x"], ((0, plan.columns - plan.rows), (0, 0)))}
+    names, dtype = (*given, *outs), given["x"].dtype
+    memory = {
+        "full": plgpu.Barrier(num_arrivals=2, num_barriers=plan.stages), "empty": plgpu.Barrier(num_barriers=plan.stages),
+        "w_sm": plgpu.SMEM((plan.stages, TILE, plan.blocks * BLOCK), dtype, transforms=TILED),
+        "x_sm": plgpu.SMEM((plan.stages, plan.columns, plan.blocks * BLOCK), dtype, transforms=TILED),
+    }  # fmt: skip
+
+    def body(*held: Any, **buffers: Any) -> None:
+        refs = dict(zip(names, held, strict=True)) | buffers
+        tile, part, warpgroup = lax.axis_index("tile"), lax.axis_index("part"), lax.axis_index("wg")
+        steps = [div(place * plan.steps, plan.split) for place in (part, part + 1)]
+
+        pl.when(warpgroup == 1)(lambda: _produce(plan, refs, tile, *steps))
+
+        @pl.when(warpgroup == 0)
+        def _() -> None:
+            bias = _bias(refs["bias"], tile) if "bias" in refs else None
+            product = _multiply(plan, refs, *steps)
+            if bias is not None:
+                bias = bias * jnp.where(part == 0, 1.0, 0.0)
+                product = product + lax.broadcast_in_dim(bias, product.shape, [0])
+            epilogue(refs, product, tile, part)
+
+    body.__name__ = name
+    return kernel(
+        body, out_type=tuple(outs.values()), grid=(plan.features // TILE, plan.split), grid_names=("tile", "part"),
+        num_threads=2, thread_name="wg", scratch_types=memory | (scratch or {}), interpret=interpret,
+    )(*given.values())  # fmt: skip
+
+
+def _ring(plan: Plan, refs: dict[str, Any]) -> Ring:
+    return Ring(plan.stages, refs["full"], refs["empty"])
+
+
+def _produce(plan: Plan, refs: dict[str, Any], tile: Any, first: Any, last: Any) -> None:
+    ring, width = _ring(plan, refs), plan.blocks * BLOCK
+
+    def fill(step: Any, _: None) -> None:
+        place, columns = ring.stage(step - first), pl.ds(step * width, width)
+        ring.producer_acquire(step - first, place)
+        for name, rows in (("weight", pl.ds(tile * TILE, TILE)), ("x", pl.ds(0, plan.columns))):
+            target = refs[f"{name[0]}_sm"].at[place]
+            plgpu.copy_gmem_to_smem(refs[name].at[rows, columns], target, ring.full.at[place])
+
+    lax.fori_loop(first, last, fill, None)
+
+
+def _multiply(plan: Plan, refs: dict[str, Any], first: Any, last: Any) -> Any:
+    ring = _ring(plan, refs)
+
+    def one(step: Any, product: Any) -> Any:
+        place = ring.stage(step - first)
+        ring.consumer_wait(place)
+        product = add_product(product, refs["w_sm"].at[place], refs["x_sm"].at[place].transpose((1, 0)))
+        pl.when(step + plan.stages < last)(lambda: ring.consumer_release(place))
+        return product
+
+    return lax.fori_loop(first, last, one, zeros((TILE, plan.columns)))
+
+
+def _bias(ref: Any, tile: Any) -> Any:
+    """Of a tile's rows."""
+    found = ref.at[pl.ds(tile * TILE, TILE)]
+    return (found[...] if interpreting() else rows_of(found, ROW)).astype(jnp.float32)
