@@ -91,6 +91,7 @@ BENCHMARKS = {
     "moe_30b": ("moe.py --shape Qwen3-30B-A3B --without-ragged --tokens 1 8 16 128 512", 120),
     "structured": ("structured.py --shapes qwen3-4b", 200),
     "serving": ("serving.py --shapes qwen3-4b", 160),
+    "serving_deep": ("serving.py --shapes qwen3-4b --concurrency 8 64 --dispatch late deep", 150),
     "moe_lite": ("moe.py --without-ragged --tokens 1 16 128 512 2048", 120),
 }
 # Jobs whose rows nobody has brought home yet; their seconds are guesses.
@@ -102,6 +103,7 @@ WITHOUT_ROWS = (
     "pair_window",
     "sparse",
     "sparse_lengths",
+    "serving_deep",
 )
 # Commands of rows that need several GPUs at once, which a job here does not get.
 SEVERAL_GPUS = (
@@ -111,6 +113,8 @@ SEVERAL_GPUS = (
     "several_gpus.py --models qwen3-8b --tp 4 --batch 1 8 --calls 4 --exchange",
     "several_gpus.py --models qwen3-32b --tp 4 2 --batch 1 8 --calls 4 --exchange",
     "several_gpus.py --models qwen3-coder-30b-a3b --tp 4 --batch 1 8 --calls 4 --exchange",
+    "several_gpus.py --calls 4 --models qwen3.5-9b --tp 2 --batch 1 8 --exchange",
+    "several_gpus.py --calls 4 --models qwen3.5-9b --tp 2 --batch 1 8 --collectives",
 )
 PARTS, PROCESSES = 4, 12
 PART_SECONDS, LARGE_SECONDS = 200, 90  # the first with that many processes
