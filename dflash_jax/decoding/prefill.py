@@ -182,10 +182,10 @@ def admit(
     """Places prefilled requests into slots and emits their first tokens, unless they had emitted some before.
 
     Args:
-      state: B slots; its pages, and the states of gated delta nets, pass through.
+      state: B slots; its pages, which may be none, and the states of gated delta nets pass through.
       slots: index to fill for each row; B for a row that nobody needs.
-      rows: the requests as a state of n slots (its pages are ignored): `seq_lens` tokens of each are in the pages, `produced` were
-        emitted, `remaining` may be; `pending` is the last one emitted, or -1 where the first is to be chosen here.
+      rows: the requests as a state of n slots (its pages and features are ignored): `seq_lens` tokens of each are in the pages,
+        `produced` were emitted, `remaining` may be; `pending` is the last one emitted, or -1 where the first is to be chosen here.
       logits: of the last token in the pages.
       masks: in mode structured what grammars allow, see `decoding.grammar_masks.masked`.
       tables: in mode regular those of the grammars whose states `rows` hold, behind what was emitted.
@@ -207,7 +207,7 @@ def admit(
     if adjust is not None and tables is not None:
         adjust = replace(adjust, grammar=states_after(tables, adjust.grammar[:, None], token, gained))
     rows = DecodeState(
-        pending=jnp.where(resumed, rows.pending, token[:, 0]), seq_lens=rows.seq_lens, features=rows.features,
+        pending=jnp.where(resumed, rows.pending, token[:, 0]), seq_lens=rows.seq_lens, features=state.features,
         fresh=jnp.zeros_like(gained), produced=rows.produced + gained, remaining=rows.remaining - gained,
         done=ended & ~resumed, request=request, target_pages=state.target_pages, draft_pages=state.draft_pages,
         recurrent=state.recurrent, adjust=adjust,

@@ -245,8 +245,18 @@ class Update:
 
 def on_host(rows: Emitted, *, logprobs: bool) -> Emitted:
     """Emitted rows as numpy arrays; log-probabilities, each of which would cost a transfer, only where somebody wants them."""
+    return jax.device_get(_read(rows, logprobs=logprobs))
+
+
+def begin_copies(rows: Emitted, *, logprobs: bool) -> None:
+    """Has what `on_host` reads copied as soon as it is computed, not once somebody waits for it."""
+    for leaf in jax.tree.leaves(_read(rows, logprobs=logprobs)):
+        leaf.copy_to_host_async()
+
+
+def _read(rows: Emitted, *, logprobs: bool) -> Emitted:
     none: dict[str, Any] = {} if logprobs else dict.fromkeys(("logprobs", "top_ids", "top_logprobs"))
-    return jax.device_get(replace(rows, **none))
+    return replace(rows, **none)
 
 
 _GREEDY = SamplingParams()
@@ -363,6 +373,9 @@ def request_rows(
         return np.array([0 if item is None else value(*item) for item in requests], np.int32)
 
     none, arrays = Pages((), ()), request_arrays([item and item[0] for item in requests], stop_width)
+    features = np.zeros(
+        (len(requests), 0, 0), dtype
+    )  # nothing of them is left to write: zeros would be megabytes to copy
     return _slots(
         setup, arrays, dtype, (none, none),
         pending=each(lambda _, emitted: emitted[-1] if emitted else -1),
@@ -370,6 +383,7 @@ def request_rows(
         produced=each(lambda _, emitted: len(emitted)),
         remaining=each(lambda request, emitted: request.params.max_tokens - len(emitted)),
         done=np.array([item is None for item in requests]),
+        features=features,
         shift=each(lambda request, _: request.pictures.shift if request.pictures else 0) if setup.pictures else None,
         adjust=adjustments(requests, setup.target.vocab_size, grammars) if setup.mode in ADJUSTING else None,
     )  # fmt: skip

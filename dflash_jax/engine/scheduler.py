@@ -38,6 +38,7 @@ from dflash_jax.engine.requests import (
     Request,
     Update,
     adjustments,
+    begin_copies,
     empty_state,
     on_host,
     request_arrays,
@@ -58,6 +59,8 @@ from dflash_jax.errors import DFlashError
 
 # Cycles of a call that stands before a prompt, or before one that may come: more where the host could not keep up.
 FEW_CYCLES = 2
+# Seconds that results take to the host at most which are there when they are asked for and were copied ahead.
+READY_S = 1e-3
 # Seconds after which a thread that waits for another one's steps looks by itself.
 PATIENCE_S = 0.05
 # Of a call on the device, the part behind which the next one is made at the latest: how long it takes is only guessed.
@@ -146,12 +149,13 @@ class InFlight:
     Attributes:
       online: whether requests come while others run; then little is queued before the next one.
       returns_early: whether calls have been seen to return while the device works.
+      deep: see `Resources.deep_dispatch`.
       held: seconds that the host spent in `Scheduler._await_company` since results came last.
     """
 
     def __init__(self, core: Resources):
         self.programs = core.programs
-        self.returns_early = False
+        self.returns_early = self.deep = False
         self.clear()
 
     def clear(self) -> None:
@@ -171,7 +175,10 @@ class InFlight:
 
     @property
     def full(self) -> bool:
-        return len(self.items) >= MOST_IN_FLIGHT
+        """One call runs and one is behind it. With `deep` there is one more behind first tokens: they take the device less time
+        than the host to see to results and to call again."""
+        behind = self.deep and len(self.items) == MOST_IN_FLIGHT and isinstance(self.items[-1], PrefillResult)
+        return len(self.items) >= MOST_IN_FLIGHT and not behind
 
     def compute(self, tokens: int) -> None:
         """Counts tokens of prompts that were started."""
@@ -210,7 +217,8 @@ class InFlight:
         busy = call.returned - call.started - (compiled - call.compiled)
         self._pace, self._busy = max(0.0, spent - call.tokens * self._prompt_pace) / call.cycles, busy
         waited, self.held = waited + self.held, 0.0
-        if waited < 0.3 * spent:  # as long as copies take: the device may have waited for the host
+        few = 0.3 * spent  # as long as copies take: the device may have waited for the host
+        if waited < (min(READY_S, few) if self.deep else few):
             self.few = min(2 * self.few, MAX_CYCLES)
         elif waited > 0.7 * spent:
             self.few = max(self.few // 2, FEW_CYCLES)
@@ -444,9 +452,12 @@ class Batch:
         if self.setup.mode == "structured":
             told = [grammars, arrays.produced, arrays.pending]
             masks = masks_of(np.stack([np.asarray(one, np.int32) for one in told], axis=1), self.core.target.vocab_size)
-        call = (None, self.state, slots, arrays, logits, masks, *self._tables(self.setup))
+        # Without pools, which would pass through: each array costs the host some of the call.
+        call = (None, without_pools(self.state), slots, arrays, logits, masks, *self._tables(self.setup))
         state, emitted = self.core.programs.call(admit_program, (self.setup,), (1,), *call)
-        self.keep(state)
+        self.keep(replace(state, **self._pools))
+        if self.core.deep_dispatch:
+            begin_copies(emitted, logprobs=self.needs.logprobs)
         for job in jobs.values():
             self.retired[job.slot] = False
             self.slots.filled(job)
@@ -478,6 +489,8 @@ class Batch:
         else:
             call = self.loop_arguments(setup, table, cycles, until_any=until_any, shared=shared)
             state, emitted = self.core.programs.call(loop, (setup, MAX_CYCLES), (2,), *call)
+            if self.core.deep_dispatch:
+                begin_copies(emitted, logprobs=setup.logprobs)
         self.keep(state)
         self.retired[:] = False
         rows = [Row(job, job.stay, job.slot) for job in running]
@@ -580,9 +593,12 @@ class Batch:
             return
         rows = self.slots.compact(count)
         self.retired = np.where(rows < 0, False, self.retired[rows])
-        pools = {"target_pages": self.state.target_pages, "draft_pages": self.state.draft_pages}
         moved = self.core.programs.call(resize_program, (), (), None, without_pools(self.state), rows)
-        self.keep(replace(moved, **pools))
+        self.keep(replace(moved, **self._pools))
+
+    @property
+    def _pools(self) -> dict[str, Any]:
+        return {"target_pages": self.state.target_pages, "draft_pages": self.state.draft_pages}
 
     def keep(self, state: DecodeState) -> None:
         """The state is the pools' only owner: the engine must know the newest one at every moment."""
@@ -750,6 +766,8 @@ class Scheduler:
       batch: None while nothing runs.
       inflight: what was started and not looked at.
       stats: replaced after each step; may be read by any thread.
+      calling: whether the thread that steps has results and has not made the calls behind them: others leave Python to it. May be
+        read by any thread.
     """
 
     def __init__(self, core: Resources):
@@ -757,6 +775,7 @@ class Scheduler:
         self.inflight = InFlight(core)
         self.batch: Batch | None = None
         self.stats = SchedulerStats()
+        self.calling = False
         self._tickets = itertools.count()
         # `deque` and `dict` change in one step that no thread sees half of.
         self._inbox: deque[Job | int] = deque()  # requests, and tickets that are aborted
@@ -768,7 +787,7 @@ class Scheduler:
         self._served: Sequence[Job] = ()  # whom the call in hand is for
         self._most_slots = 0
         self._spent = 0  # tokens of prompts since the last cycles
-        self._ended = 0  # requests that the last results ended
+        self._ended = 0  # requests that the last cycles ended, and which none has followed yet
         self._preemptions = self._cached = 0
         self._torn = False  # a step has begun and not ended
         self._lead = Lead()
@@ -890,7 +909,9 @@ class Scheduler:
     def _tidy(self) -> None:
         self._drain()
         if not self._live:
+            self._ring()
             self._rest()
+            self.calling = False
         self._count()
 
     def _turn(self) -> None:
@@ -901,15 +922,18 @@ class Scheduler:
         core = self._engine()
         with named_memory_errors("requests were served"):
             try:
-                batch = self._ready_batch(core)
+                batch, self.inflight.deep = self._ready_batch(core), core.deep_dispatch
                 # Cycles go behind a prompt before its first token is read, also where nobody else runs: on an H200 a lone user's
                 # came 2 ms earlier when it was read first (6.4 for 8.5), but the device stood still while cycles were called, and
                 # 64 tokens took 1 ms longer, 2 to 3 %.
                 if core.late_dispatch:
-                    self._await_company()
+                    self._await_company(batch)
                 while not self.inflight.full and (self._start_prompts(batch) or self._start_cycles(batch)):
                     pass
                 self._send()
+                # Readers have Python while this thread waits for the device, not while it makes calls.
+                self._ring()
+                self.calling = False
                 if self.inflight.items:
                     self._look(batch, self.inflight.take())
                 self._count()
@@ -917,18 +941,21 @@ class Scheduler:
                 core.lose_pools()
                 raise
 
-    def _await_company(self) -> None:
+    def _await_company(self, batch: Batch) -> None:
         """Waits for those who may follow requests that have just ended, as long as the device does not wait for the next call.
 
         A user who is answered asks again a moment later. In a call made at once they would have no part, and wait for its end.
         """
-        ended, self._ended = self._ended, 0
-        began = time.perf_counter()
+        began, empty = time.perf_counter(), batch.slots.jobs.count(None)
         if self.inflight.online:
-            while len(self._waiting) < ended and (left := self.inflight.latest - time.perf_counter()) > 0:
+            while (
+                self._ended and len(self._waiting) < empty and (left := self.inflight.latest - time.perf_counter()) > 0
+            ):
                 if self._news.wait(left):
                     self._drain()
         self.inflight.held += time.perf_counter() - began
+        if not self.inflight.deep:
+            self._ended = 0
 
     def _engine(self) -> Resources:
         core = self._core()
@@ -955,6 +982,7 @@ class Scheduler:
             self.inflight.online = True
         self._live[job.ticket] = job
         self._waiting.append(job)
+        self._ended = max(0, self._ended - 1)
         core = self._engine()
         present = len(self._live) if job.wanted_slots is None else job.wanted_slots
         self._most_slots = max(self._most_slots, round_up(max(1, present), core.buckets.batch))
@@ -1011,6 +1039,7 @@ class Scheduler:
         """After a step that did not end: gives every page back; all live requests wait, in order of arrival."""
         self._torn = True
         self._send(left=True)
+        self._ring()
         core = self._core()
         if core is not None:
             for pool in core.groups:
@@ -1211,7 +1240,8 @@ class Scheduler:
 
     def _look(self, batch: Batch, item: PrefillResult | DecodeCall) -> None:
         """Waits for the results of a call, and sends them."""
-        self._ended = 0
+        if isinstance(item, DecodeCall) or not self.inflight.deep:
+            self._ended = 0  # who has not followed by now
         rows = [row for row in item.rows if row.here]
         if not rows:  # all have left since it was started
             return
@@ -1226,6 +1256,7 @@ class Scheduler:
             for job, update in self._unsent:
                 job.take(update)
         self._send(len(ended))  # from here on an interrupt loses none of them
+        self._ring()
         if not hurries:
             self._send()
 
@@ -1238,6 +1269,7 @@ class Scheduler:
     def _first_tokens(self, core: Resources, item: Any, rows: Sequence[Row]) -> list[tuple[Job, Update]]:
         emitted = jax.tree.map(lambda leaf: leaf[None], on_host(item.emitted, logprobs=item.logprobs))
         self.inflight.first_seconds(item)
+        self.calling = self.inflight.deep
         now, updates = time.perf_counter(), []
         for row in rows:
             job = row.job
@@ -1254,7 +1286,7 @@ class Scheduler:
     def _decoded(self, core: Resources, item: Any, rows: Sequence[Row]) -> list[tuple[Job, Update]]:
         asked = time.perf_counter()
         host = on_host(item.emitted, logprobs=item.setup.logprobs)
-        waited = time.perf_counter() - asked
+        waited, self.calling = time.perf_counter() - asked, self.inflight.deep
         watch = core.goes_ahead is None and item.setup.mode != "structured"  # whose calls return with their results
         spent, updates = self.inflight.seconds(item, waited, watch=watch), []
         if item.setup.draft is not None:
@@ -1282,6 +1314,11 @@ class Scheduler:
             if job.ticket in self._live:
                 self._account(job, update, left=left)
             self._unsent.popleft()
+        if not self.inflight.deep:
+            self._ring()
+
+    def _ring(self) -> None:
+        """Wakes who reads what was sent."""
         while self._bells:
             bell = next(iter(self._bells))
             with suppress(Exception):  # its loop has been closed: the next update says so to its sink

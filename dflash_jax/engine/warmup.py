@@ -185,7 +185,7 @@ class Jobs:
         numbers = jax.ShapeDtypeStruct((rows,), np.int32)
         logits = jax.ShapeDtypeStruct((rows, 1, self.core.target.vocab_size), np.float32)
         masks = self._masks(rows, 1) if setup.mode == "structured" else None
-        call = (None, self._state(slots), numbers, arrays, logits, masks, *self._tables())
+        call = (None, without_pools(self._state(slots)), numbers, arrays, logits, masks, *self._tables())
         return partial(self.prepare, admit_program, (setup,), (1,), *call)
 
     def loop(self, slots: int, width: int, *, shared: Sharing | None = None) -> partial[None]:

@@ -210,7 +210,8 @@ class AsyncEngine:
 
     def _bell_of(self, loop: asyncio.AbstractEventLoop) -> Bell:
         if self._bell is None or self._bell[0] is not loop:
-            self._bell = loop, Bell(loop)
+            scheduler = self.model.engine.scheduler
+            self._bell = loop, Bell(loop, lambda: scheduler.calling)
         return self._bell[1]
 
 

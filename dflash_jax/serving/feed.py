@@ -22,19 +22,23 @@ def merged(first: Piece, second: Piece) -> Piece:
     )
 
 
-# Readers that are woken before the loop looks at its sockets again: who was answered first may have asked anew.
-AT_ONCE = 8
+# Readers that are woken before the loop looks at its sockets again, for who was answered first may have asked anew; and seconds
+# until the next of them while the thread that steps makes calls, which the device may be waiting for.
+AT_ONCE, YIELD_S = 8, 1e-3
 
 
 class Bell:
     """Wakes readers in one loop: once for all that have something since it woke them last, not once for each.
 
+    Args:
+      calling: whether the thread that steps makes calls at present.
+
     Raises:
       RuntimeError: by `note` and `ring`, where the loop is closed.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop):
-        self._loop = loop
+    def __init__(self, loop: asyncio.AbstractEventLoop, calling: Callable[[], bool] = lambda: False):
+        self._loop, self._calling = loop, calling
         self._rung: deque[asyncio.Event] = deque()
         self._coming = False
 
@@ -62,7 +66,7 @@ class Bell:
             self._rung.popleft().set()
         if self._rung and not self._coming:
             self._coming = True
-            self._loop.call_soon(self._wake)
+            self._loop.call_later(YIELD_S if self._calling() else 0.0, self._wake)
 
 
 class Feed:

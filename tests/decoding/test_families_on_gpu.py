@@ -116,7 +116,7 @@ NEXT: dict[str, Any] = DELTA | SHARED | {
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "qwen3": (DENSE, {}),
     "qwen3 pages fp8": (DENSE, {"cache_dtype": "fp8"}),
-    "qwen3 pages int8": (DENSE, {"cache_dtype": "int8"}),
+    "qwen3 pages int8": (DENSE, {"cache_dtype": "int8", "cache_scales": "traffic"}),
     "qwen3 pages fp8_e5m2": (DENSE, {"cache_dtype": "fp8_e5m2"}),
     "qwen3 pages int8_keys": (DENSE, {"cache_dtype": "int8_keys"}),
     "qwen3 weights int8": (DENSE, {"weight_dtype": "int8"}),
@@ -132,7 +132,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "mistral window": (MISTRAL, {}),
     "mistral window, pages fp8": (MISTRAL, {"cache_dtype": "fp8"}),
     "gemma3": (GEMMA3, {}),
-    "gemma3 pages int8": (GEMMA3, {"cache_dtype": "int8"}),
+    "gemma3 pages int8": (GEMMA3, {"cache_dtype": "int8", "cache_scales": "traffic"}),
     "gemma4": (GEMMA4, {}),
     "gemma4 pages fp8": (GEMMA4, {"cache_dtype": "fp8"}),
     "gpt_oss": (GPT_OSS, {}),
@@ -155,8 +155,11 @@ OPTIONS: dict[str, Any] = {"max_batch": 8, "max_model_len": 1024, "page_size": 6
 GREEDY = dj.SamplingParams(max_tokens=48, ignore_eos=True)
 # Tokens whose logits are far greater than the others', so a drafter is right now and then.
 LIKELY = [5, 700, 1500, 2500, 3300, 4000]
-# Bfloat16 turns near ties, of experts and indexers too, which changes a token's numbers. A wrong sum leaves few tokens likeliest.
-EXACT, MEAN = 0.8, 0.25
+# How many tokens have to be the likeliest. Bfloat16 turns near ties. Those of experts change all numbers of a token, and random
+# routers have many; so have random heads without `LIKELY` tokens: there 83 to 94 of 100 were on a CPU, without kernels. A wrong
+# sum leaves few.
+EXACT, EXACT_WITH_TIES = 0.9, 0.7
+EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def folder_of(config: dict[str, Any], root: Path) -> Path:
@@ -196,16 +199,17 @@ def test_texts_are_the_likeliest(name: str, tmp_path: Path) -> None:
             texts[draft, len(those)] = [one.token_ids for one in done]
             gained = [length for one in done for length in one.acceptance_lengths]
     del model
-    judging = {key: value for key, value in options.items() if key in ("cache_dtype", "weight_dtype")}
+    judging = {key: value for key, value in options.items() if key in ("cache_dtype", "cache_scales", "weight_dtype")}
     judge = dj.load(folder, dtype="float32", draft=False, **OPTIONS, **judging)
     print(f"{name}: {time.monotonic() - started:.0f} s, {np.mean(gained):.2f} tokens a cycle alone")
-    said, wrong = [], False
+    ties = config["tie_word_embeddings"] or any(key in config for key in EXPERTS_KEYS)
+    said, wrong, least = [], False, EXACT_WITH_TIES if ties else EXACT
     for (draft, count), found in texts.items():
         away = distances(judge, asked if count > 1 else asked[3:4], found)
         said.append(
             f"{count} {'drafted' if draft else 'plain'}: exact {(away == 0).mean():.3f}, mean {away.mean():.4f}, greatest "
             f"{away.max():.3f}"
         )
-        wrong |= not ((away == 0).mean() > EXACT and away.mean() < MEAN)
+        wrong |= (away == 0).mean() < least
     print(f"{name}: {'; '.join(said)}")
     assert not wrong, said

@@ -4,6 +4,7 @@ import itertools
 import sys
 import threading
 import time
+from collections import deque
 from dataclasses import replace
 
 import pytest
@@ -173,17 +174,34 @@ def finished_call(pair, **times):
     return scheduler.DecodeCall([], no_rows(setup, 4, 1), setup, 4, 4, **times)
 
 
-def test_cycles_behind_are_as_many_as_keep_the_device_busy(pair, monkeypatch):
+@pytest.mark.parametrize("deep", [False, True])
+def test_cycles_behind_are_as_many_as_keep_the_device_busy(pair, monkeypatch, deep):
     """Where the host finds results waiting for it, calls are made longer; where it waits for most of a call, shorter again."""
     queued, few = scheduler.InFlight(pair.engine), []
     call = finished_call(pair, started=0.0, compiled=0.0, returned=0.1)
     monkeypatch.setattr(pair.engine.programs, "compile_s", 0.0)
     times = itertools.count(1.0)
     monkeypatch.setattr(scheduler.time, "perf_counter", lambda: next(times))
-    for waited in (0.5, 0.1, 0.2, 0.5, *[0.1] * 4, *[0.9] * 6):
+    there = scheduler.READY_S / 2
+    queued.deep, short = deep, there if deep else 0.1
+    for waited in (0.5, short, short, 0.2 if deep else 0.5, *[short] * 4, *[0.9] * 6):
         queued.seconds(call, waited)
         few.append(queued.few)
     assert few == [2, 4, 8, 8, 16, 32, 32, 32, 16, 8, 4, 2, 2, 2]
+
+
+def test_one_call_more_is_behind_first_tokens(pair):
+    queued = scheduler.InFlight(pair.engine)
+    cycles = finished_call(pair, started=0.0, compiled=0.0)
+    first = scheduler.PrefillResult([], cycles.emitted, logprobs=False)
+    for items, full in (
+        ([], False), ([cycles], False), ([cycles, cycles], True), ([first, cycles], True), ([cycles, first], False),
+        ([first, first], False), ([cycles, first, cycles], True), ([cycles, first, first], True),
+    ):  # fmt: skip
+        queued.items, queued.deep = deque(items), True
+        assert queued.full == full
+        queued.deep = False
+        assert queued.full == (len(items) > 1)
 
 
 def test_no_second_is_counted_twice(eager, make_prompts, monkeypatch):

@@ -29,9 +29,9 @@ def shared(make_pair):
     return make_pair(page_size=8, max_chunk=16, num_pages=60)
 
 
-@pytest.fixture(params=[False, True], ids=["look first", "ahead"])
+@pytest.fixture(params=["look first", "ahead", "deep"])
 def pair(shared, request) -> Iterator:
-    shared.engine.goes_ahead = request.param
+    shared.engine.goes_ahead, shared.engine.deep_dispatch = request.param != "look first", request.param == "deep"
     yield shared
     shared.assert_free()
 
@@ -390,3 +390,25 @@ def test_generate_and_stream_from_three_threads():
             thread.join()
         assert [got[i] for i in range(3)] == expected
     assert model.engine.allocator.num_free == model.engine.num_pages
+
+
+def test_what_a_sink_gives_back_is_called_once_all_have_theirs(pair, texts):
+    """Whoever wakes readers is called behind the updates that came together, and behind the last one of all."""
+    heard = []
+
+    def bell() -> None:
+        heard.append("bell")
+
+    def sink(ticket, what):
+        heard.append(ticket)
+        return bell
+
+    for prompt, _ in texts:
+        pair.engine.submit(Request(0, tuple(prompt), GREEDY), sink, draft=True, cycles=2)
+    while pair.engine.step():
+        pass
+    pair.engine.scheduler.settle(Mailbox())
+    assert heard[-1] == "bell"
+    together = "".join("." if one == "bell" else "x" for one in heard).split(".")
+    assert max(map(len, together)) > 1
+    assert "bell" not in heard[: heard.index("bell")]

@@ -8,7 +8,7 @@ from contextlib import aclosing
 import pytest
 
 import dflash_jax as dj
-from dflash_jax.serving.feed import Bell, Feed, merged
+from dflash_jax.serving.feed import AT_ONCE, YIELD_S, Bell, Feed, merged
 from dflash_jax.text.completion import Piece
 
 PROMPTS = ["def quicksort(", "import os\n", "class Node:", "for i in range("]
@@ -147,3 +147,35 @@ def test_an_impatient_reader_gets_nothing_and_loses_nothing():
         assert [piece.text for piece in await feed.take(0.0)] == ["b"]
 
     asyncio.run(main())
+
+
+def test_readers_are_woken_together_and_let_the_loop_look_up(monkeypatch):
+    """One call into the loop for all of them; between some and the next ones comes whatever else the loop has, and while calls are
+    made a moment passes."""
+    events = [asyncio.Event() for _ in range(2 * AT_ONCE + 1)]
+
+    async def main():
+        loop, calls = asyncio.get_running_loop(), []
+        monkeypatch.setattr(loop, "call_soon_threadsafe", calls.append)
+        bell = Bell(loop, lambda: True)
+        for event in events:
+            bell.note(event)
+        assert not calls
+        bell.ring()
+        bell.ring()
+        (wake,) = calls
+        seen, began = set(), time.perf_counter()
+        wake()
+        while not events[-1].is_set():
+            seen.add(sum(event.is_set() for event in events))
+            await asyncio.sleep(0)
+        assert seen == {AT_ONCE, 2 * AT_ONCE}
+        assert time.perf_counter() - began >= 2 * YIELD_S
+        bell.note(events[0])
+        bell.ring()
+        assert len(calls) == 2
+        return bell
+
+    bell = asyncio.run(main())
+    with pytest.raises(RuntimeError, match="closed"):
+        bell.note(events[0])
