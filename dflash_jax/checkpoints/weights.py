@@ -232,7 +232,8 @@ def reading_jobs(kept: Mapping[str, Mapping[str, Any]]) -> list[Callable[[], Any
     Beside larger programs, which are compiled while weights are read, each takes half a second or more: they are worth being there
     before the weights are.
     """
-    jobs = blocking_jobs(kept) + rounding_jobs(kept)
+    rounded = {role: {name: one for name, one in table.items() if name != HEAD_INDEX} for role, table in kept.items()}
+    jobs = blocking_jobs(kept) + rounding_jobs(rounded)
     if HEAD_INDEX in kept.get("draft", {}):
         head = _head(kept["target"])
         if not isinstance(head.sharding, NamedSharding):

@@ -1,6 +1,5 @@
 """What is planned before anything is loaded, and what is said when memory runs out all the same."""
 
-import gc
 import json
 from dataclasses import replace
 from typing import Any
@@ -164,7 +163,6 @@ def test_what_weights_take_while_they_are_read(monkeypatch, looked_at):
     known = {id(array) for array in before}
 
     def alive() -> int:
-        gc.collect()
         return sum(array.nbytes for array in jax.live_arrays() if id(array) not in known)
 
     class Watched(dict):
