@@ -1,6 +1,5 @@
 """The definition: one operation after the other."""
 
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dflash_kernels.kv_cache.write.reference import qkv_write_reference
@@ -23,4 +22,4 @@ def few_qkv_write_reference(
     q, k_pages, v_pages, _ = qkv_write_reference(
         k_pages, v_pages, qkv, slots, cos, sin, None, None, None, None, eps=0.0
     )
-    return q.astype(x.dtype), k_pages.astype(jnp.dtype(k_pages.dtype)), v_pages
+    return q.astype(x.dtype), k_pages, v_pages
