@@ -482,7 +482,7 @@ def propose(
         scaled = filtered_logits(logits, state.request, "sampled") / setup.draft_temperature
         return choose(scaled, positions, state.request, setup.mode, noise)
     drafted = filtered_logits(logits, state.request, setup.mode)
-    noisy = drafted + noise_at(state.request.seed, positions, logits.shape[-1], stream=1)
+    noisy = drafted + noise_at(state.request.seed, positions, logits.shape[-1], stream=1, since=positions[:, 0])
     sampling = (state.request.temperature > 0)[:, None, None]
     return jnp.argmax(jnp.where(sampling, noisy, drafted), axis=-1).astype(jnp.int32)
 

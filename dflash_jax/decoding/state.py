@@ -53,7 +53,7 @@ class Setup:
       sampling: whether a request may sample; read in modes from adjusted on, which are greedy without.
       logprobs: whether log-probabilities come back.
       proposals: how a drafter proposes where a request samples: its own logits plus the target's noise, its argmax, or its own
-        sample judged by p/q rejection.
+        sample judged by block verification.
       draft_temperature: divides the drafter's logits before noise is added, on top of the request's temperature.
       draft_window: tokens before a block that the drafter sees, the last ones, in whole pages; None for all.
       form: how a prompt attends where the target's attention is latent.
