@@ -123,6 +123,18 @@ class Setup:
         return self.mode == "greedy" or not self.sampling
 
     @property
+    def by_law(self) -> bool:
+        """Whether proposals are judged by the law that they were drawn from."""
+        return self.proposals == "rejection" and not self.greedy
+
+    @property
+    def drafting(self) -> DFlashConfig | None:
+        """The drafter as cycles run it."""
+        if self.draft is None or self.draft.head is None or not self.by_law:
+            return self.draft
+        return replace(self.draft, head=self.draft.head.of_all_tokens())
+
+    @property
     def taps(self) -> tuple[int, ...]:
         return () if self.draft is None else self.draft.target_layer_ids
 
