@@ -165,4 +165,4 @@ def test_a_head_that_is_judged_by_its_law_draws_from_all_tokens() -> None:
         {"draft": None},
     ):
         same = replace(setup, **other)
-        assert same.drafting is same.draft
+        assert same.drafting == same.draft
