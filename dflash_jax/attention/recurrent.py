@@ -104,7 +104,7 @@ def verifying(
     def step(layer: DeltaNet, projected: Array, state: DeltaState, exchange: Any) -> tuple[Array, DeltaState]:
         matrix = layer.out_proj.weight[...]
         return delta_step_dense(
-            projected, layer.weights, state, live, layer.shape, matrix, eps=layer.eps, exchange=exchange
+            projected, layer.weights, state, live, matrix, layer.shape, eps=layer.eps, exchange=exchange
         )
 
     return _with_states(paged, pages, states, mix, step)

@@ -141,7 +141,7 @@ def test_step_dense(shape: DeltaShape, features: int, ctas: int, live: bool) -> 
     if not live:
         jax.tree.map(np.testing.assert_array_equal, found[1], state)
     check_step_dense(
-        arguments, lives, shape, delta_step_dense(*arguments[:3], lives, shape, matrix, eps=EPS, implementation="xla")
+        arguments, lives, shape, delta_step_dense(*arguments[:3], lives, matrix, shape, eps=EPS, implementation="xla")
     )
 
 
@@ -170,7 +170,7 @@ def test_step_dense_lowers_for_an_h200() -> None:
     projected, weights, state, matrix = jax.eval_shape(functools.partial(dense_call, shape, 2048))
 
     def step(projected: Any, weights: Any, state: Any, live: Any, matrix: Any) -> Any:
-        return delta_step_dense(projected, weights, state, live, shape, matrix, eps=EPS, implementation="mosaic_gpu")
+        return delta_step_dense(projected, weights, state, live, matrix, shape, eps=EPS, implementation="mosaic_gpu")
 
     live = jax.ShapeDtypeStruct((1,), jnp.bool_)
     assert custom_calls(step, projected, weights, state, live, matrix) == ["mosaic_gpu_v2"]
@@ -300,7 +300,7 @@ def test_step_dense_for_real(live: bool) -> None:
     def several() -> Any:
         exchange = routed_experts_exchange(256)
         how: dict[str, Any] = {"eps": EPS, "exchange": exchange, "implementation": "mosaic_gpu"}
-        return [delta_step_dense(projected, weights, state, lives, shape, matrix, **how) for _ in range(50)]
+        return [delta_step_dense(projected, weights, state, lives, matrix, shape, **how) for _ in range(50)]
 
     first, *others = several()
     check_step_dense(arguments, lives, shape, first)

@@ -145,8 +145,8 @@ def delta_step_dense(
     weights: DeltaWeights,
     state: DeltaState,
     live: Bool[Array, "B"],
-    shape: DeltaShape,
     matrix: Float[Array, "D O"],
+    shape: DeltaShape,
     *,
     eps: float,
     exchange: Any = None,
@@ -173,7 +173,7 @@ def delta_step_dense(
         raise ValueError(f"matrix {matrix.shape} must have a column for each number that heads of {shape} give")
     with jax.named_scope("delta_step"):
         return first_fitting(
-            "delta_step_dense", STEP_DENSE, implementation, projected, weights, state, live, shape, matrix, eps=eps,
+            "delta_step_dense", STEP_DENSE, implementation, projected, weights, state, live, matrix, shape, eps=eps,
             exchange=exchange,
         )  # fmt: skip
 

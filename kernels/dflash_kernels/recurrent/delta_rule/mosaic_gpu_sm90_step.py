@@ -67,8 +67,8 @@ class Head:
         self.key = lax.div(self.head, jnp.int32(shape.heads_per_key))
         self.live = live[self.slot]
 
-    def run(self, given_out: Callable[[], None] = lambda: None) -> None:
-        """`given_out`: what follows the output at once."""
+    def run(self, announce: Callable[[], None] | None = None) -> None:
+        """`announce`: says that the output is there, which comes first where somebody waits for it."""
         b, own = self.buffers, pl.ds(self.head * WIDTH, WIDTH)
         given = self._rows()
         z = _load(self.projected.at[self.slot, 0, pl.ds(self.shape.channels + self.head * WIDTH, WIDTH)])
@@ -85,10 +85,17 @@ class Head:
         alike = (q * k).sum() * of_q * of_k
         by_key, by_query = summed_columns(held, [b["k"], b["q"]])
         u = (v - by_key * (of_k * decay)) * beta
-        self.out.at[self.slot, 0, own][...] = self._gated(by_query * (of_q * decay) + u * alike, z, weight)
-        given_out()
+
+        def give() -> None:
+            self.out.at[self.slot, 0, own][...] = self._gated(by_query * (of_q * decay) + u * alike, z, weight)
+
+        if announce is not None:
+            give()
+            announce()
         write_columns(self.s, self.slot, self.head, held, b["k"], decay, u * of_k, self.live)
         self._keep([rows for rows, _ in given])
+        if announce is None:
+            give()
 
     def _places(self) -> list[Any]:
         """Channels of the head's queries, keys and values."""

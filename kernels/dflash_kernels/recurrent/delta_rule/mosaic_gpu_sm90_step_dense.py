@@ -113,18 +113,12 @@ class _Cta:
         if HEADS not in self.stages:
             return
         shared = {name: self.buffers[name] for name in ("q", "k")}
-        head = Head(
-            self.shape,
-            self.eps,
-            (*self.given, *self.kept),
-            shared,
-            jnp.int32(0),
-            self.part * self.plan.heads + self.tile,
-        )
+        index = self.part * self.plan.heads + self.tile
+        head = Head(self.shape, self.eps, (*self.given, *self.kept), shared, jnp.int32(0), index)
 
         @pl.when(self.tile < self.plan.heads)
         def _() -> None:
-            head.run((lambda: announce(self.ready, self.part)) if PRODUCT in self.stages else (lambda: None))
+            head.run((lambda: announce(self.ready, self.part)) if PRODUCT in self.stages else None)
 
     def _fill(self) -> None:
         """Starts the copies of all that the CTA multiplies."""
