@@ -136,7 +136,7 @@ def test_step_dense(shape: DeltaShape, features: int, ctas: int, live: bool) -> 
     projected, weights, state, matrix = arguments
     how: dict[str, Any] = {"eps": EPS, "multiprocessors": ctas, "interpret": INTERPRET}
     found = launch_step_dense(projected, weights, state, lives, matrix, None, shape, **how)
-    assert found[0].shape == (2 * ctas * 64 // features, 1, features)
+    assert found[0].shape == (ctas * 64 // features, 1, features)
     check_step_dense(arguments, lives, shape, found)
     if not live:
         jax.tree.map(np.testing.assert_array_equal, found[1], state)

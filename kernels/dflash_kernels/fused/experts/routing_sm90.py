@@ -3,6 +3,7 @@
 Every CTA sorts for itself, in shared memory. For many tokens the router is a launch of its own.
 """
 
+import itertools
 from typing import Any
 
 import jax
@@ -82,14 +83,9 @@ def _choice_of(plan: Plan, choice: Choice, logits: Any, token: Any, lane: Any) -
     keys = [_key(value) for value in bits]
     expert, largest, top = th.number(0), th.number(0), th.number(0)
     for turn in range(taken):
-        best = keys[0]
-        for key in keys[1:]:
-            best = th.unsigned_max(best, key)
-        best = _over_lanes("max", best)
-        where = th.number(plan.experts)
-        for key, place in zip(keys, places, strict=True):
-            where = th.unsigned_min(where, th.select(_equal(key, best), place, th.number(plan.experts)))
-        where = _over_lanes("min", where)
+        own, first = _largest(list(zip(keys, places, strict=True)))
+        best = _over_lanes("max", own)
+        where = _over_lanes("min", th.select(_equal(own, best), first, th.number(plan.experts)))
         keys = [th.select(_equal(place, where), th.number(0), key) for key, place in zip(keys, places, strict=True)]
         mine = _equal(lane, th.number(turn))
         expert, largest = th.select(mine, where, expert), th.select(mine, best, largest)
@@ -109,6 +105,19 @@ def _choice_of(plan: Plan, choice: Choice, logits: Any, token: Any, lane: Any) -
         of_shared = th.fdiv(th.real(1.0), th.fadd(th.real(1.0), of_shared))
         expert, share = th.select(last, th.number(plan.ranked), expert), th.select(last, of_shared, share)
     return expert, share
+
+
+def _largest(pairs: list[tuple[Any, Any]]) -> tuple[Any, Any]:
+    """The largest of a lane's keys and its place, the first of equal ones."""
+    while len(pairs) > 1:
+        better = []
+        for (key, place), *others in itertools.batched(pairs, 2):
+            for other, behind in others:
+                stays = th.compare(key, "uge", other)
+                key, place = th.select(stays, key, other), th.select(stays, place, behind)
+            better.append((key, place))
+        pairs = better
+    return pairs[0]
 
 
 def _logit(plan: Plan, logits: Any, token: Any, place: Any) -> Any:

@@ -23,7 +23,7 @@ from dflash_kernels.core.layouts import aliased_ref, freeze_aliased
 from dflash_kernels.mosaic_gpu.counters import announce, await_announced
 from dflash_kernels.mosaic_gpu.layouts import TILED, rows_of, store
 from dflash_kernels.mosaic_gpu.pipeline import div, rem
-from dflash_kernels.mosaic_gpu.thread_op import COLUMN, MATRIX, kernel
+from dflash_kernels.mosaic_gpu.thread_op import COLUMN, MATRIX, ROW, kernel
 from dflash_kernels.mosaic_gpu.tma import address_of, copy_once
 from dflash_kernels.recurrent.delta_rule.inputs import DeltaShape, DeltaState, DeltaWeights
 from dflash_kernels.recurrent.delta_rule.mosaic_gpu_sm90_step import WIDTH, Head
@@ -37,14 +37,14 @@ def step_dense(
     plan: StepPlan, projected: jax.Array, weights: DeltaWeights, state: DeltaState, live: jax.Array, matrix: jax.Array,
     ready: Any, shape: DeltaShape, eps: float, interpret: Any = None,
 ) -> tuple[jax.Array, DeltaState]:  # fmt: skip
-    """`[2 parts, 1, D]` float32; `projected [1, 1, W]`, `live [1]` int32, `matrix [D, Hv * 128]`.
+    """`[parts, 1, D]` float32; `projected [1, 1, W]`, `live [1]` int32, `matrix [D, Hv * 128]`.
 
     `ready` is a Ref of `plan.parts` zeros or more that no other launch uses at the same time, and holds zeros afterwards.
     """
     s = aliased_ref(state.s)
     out = jax.ShapeDtypeStruct((1, 1, shape.value_heads * WIDTH), projected.dtype)
     conv = jax.ShapeDtypeStruct(state.conv.shape, state.conv.dtype)
-    parts = jax.ShapeDtypeStruct((CONSUMERS * plan.parts, 1, plan.features), jnp.float32)
+    parts = jax.ShapeDtypeStruct((plan.parts, 1, plan.features), jnp.float32)
     given = (projected, *weights, state.conv, live, s)
 
     def launch(stages: tuple[str, ...], results: tuple[Any, ...]) -> Any:
@@ -71,7 +71,7 @@ def _scratch(plan: StepPlan, dtype: Any) -> dict[str, Any]:
     blocks = plan.columns // BLOCK
     return {
         "w_sm": plgpu.SMEM((blocks, TILE, BLOCK), dtype, transforms=TILED), "full": plgpu.Barrier(num_barriers=blocks),
-        "x_sm": plgpu.SMEM((CONSUMERS, plan.own), jnp.float32),
+        "x_sm": plgpu.SMEM((CONSUMERS, plan.own), jnp.float32), "sums": plgpu.SMEM((TILE,), jnp.float32), "added": plgpu.Barrier(),
         **{name: plgpu.SMEM((WIDTH,), jnp.float32) for name in ("q", "k")},
     }  # fmt: skip
 
@@ -149,5 +149,15 @@ class _Cta:
             plgpu.barrier_wait(self.buffers["full"].at[first + block])
             w = plgpu.load(self.buffers["w_sm"].at[first + block], layout=MATRIX)
             sums = sums + w.astype(jnp.float32) * lax.broadcast_in_dim(x, w.shape, [1])
-        place = self.parts.at[CONSUMERS * self.part + warpgroup, 0, pl.ds(self.tile * TILE, TILE)]
-        store(place, sums.sum(axis=1))
+        self._give(warpgroup, sums.sum(axis=1))
+
+    def _give(self, warpgroup: int, sums: jax.Array) -> None:
+        """Both consumers' sums: one leaves its own in shared memory, the other adds and stores them."""
+        shared, added = self.buffers["sums"], self.buffers["added"]
+        if warpgroup > 0:
+            shared[...] = sums
+            plgpu.barrier_arrive(added)
+        else:
+            plgpu.barrier_wait(added)
+            total = sums + rows_of(shared, ROW)
+            store(self.parts.at[self.part, 0, pl.ds(self.tile * TILE, TILE)], total)
