@@ -89,7 +89,7 @@ def test_the_terminal_answers_and_obeys(terminal_of, chat, capsys):
     first, other = told(chat, "def f("), told(chat, "/x\ny", temperature=1.0, seed=3)
     lines = (
         "/stats", "def f(", "/stats", "/reset", "/set temperature=1", "/set seed=3", "/set", "//x\\", "y", "/undo", "/undo",
-        "/system", "/set colour=1", "/set top_p=7", "/nothing", "/help", "/stats on", "/exit", "not read",
+        "/system", "/set colour=1", "/set top_p=7", "/set top_p 0.5", "/nothing", "/help", "/stats on", "/exit", "not read",
     )  # fmt: skip
     assert terminal_of(*lines, options=["--system", "s"]) == 0
     out, err = capsys.readouterr()
@@ -99,6 +99,7 @@ def test_the_terminal_answers_and_obeys(terminal_of, chat, capsys):
     assert "nothing was said" in err
     assert "asks for no colour" in err
     assert "top_p must be" in err
+    assert "expected NAME=VALUE, such as enable_thinking=false, got 'top_p 0.5'" in err
     assert "there is no /nothing" in err
     assert "Ctrl-D" in err
 
