@@ -107,8 +107,6 @@ WITHOUT_ROWS = (
     "pair_fp8",
     "pair_draft_fp8_dynamic",
     "pair_window",
-    "sparse",
-    "sparse_lengths",
     "serving_deep",
 )
 # Commands of rows that need several GPUs at once, which a job here does not get.
