@@ -93,7 +93,7 @@ def gpt_oss() -> Case:
     return Case(file, gpt_oss_reference.random_tensors(file, 2))
 
 
-def gemma(kind: str, sizes: dict[str, Any], **allowed: float) -> Case:
+def gemma(kind: str, sizes: dict[str, Any], **allowed: Any) -> Case:
     file = gemma_reference.random_file(kind, 3, **sizes)
     return Case(file, gemma_reference.random_tensors(file, 3), **allowed)
 
@@ -184,7 +184,7 @@ def test_texts_of_several_gpus_are_the_most_likely(case: Any, ranks: int, monkey
         pytest.skip(f"{ranks} GPUs are not here, or not for this case")
     monkeypatch.setattr(switches, "RANK_EXCHANGE_DELTA", found.delta)
     started, rng = time.monotonic(), np.random.default_rng(2)
-    prompts = [rng.integers(5, VOCAB, size).tolist() for size in LENGTHS]
+    prompts: list[list[int]] = [rng.integers(5, VOCAB, size).tolist() for size in LENGTHS]
     dealt = 1 if ranks == 1 else found.dealt(ranks)
     model = dj.load(folder, tp=ranks, decode_context_parallel_size=dealt, **OPTIONS | found.options)
     print(f"[{time.monotonic() - started:.0f} s] loaded", flush=True)
@@ -219,7 +219,9 @@ def test_ranks_agree_after_a_thousand_cycles(ranks: int, tmp_path: Path) -> None
         cycles += piece.index == 0
         if cycles == 1000:
             break
-    state = model.engine.scheduler.batch.state
+    batch = model.engine.scheduler.batch
+    assert batch is not None
+    state = batch.state
     for name in ("pending", "seq_lens", "fresh", "features", "produced", "done"):
         shards = getattr(state, name).addressable_shards
         assert len(shards) == ranks
