@@ -24,7 +24,7 @@ STEP_PRODUCT = (
 )
 SPARSE = True  # kernels for an indexer's scores, its choice and attention to it
 RANK_EXCHANGE = True  # GPUs that share a model add up in kernels of the package's own while decoding
-RANK_EXCHANGE_DELTA = False  # also those of gated delta nets, whose texts were not compared on GPUs
+RANK_EXCHANGE_DELTA = True  # also those of gated delta nets
 
 
 def switches() -> dict[str, bool]:
