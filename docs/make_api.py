@@ -33,7 +33,7 @@ they need on first use. Options of the command line are those of `load`, `Sampli
 
 def first_sentence(documented: object) -> str:
     text = " ".join((inspect.getdoc(documented) or "").split("\n\n")[0].split())
-    return re.split(r"(?<=[.:]) (?=[A-Z`])", text)[0]
+    return re.sub(r":$", ".", re.split(r"(?<=[.:]) (?=[A-Z`])", text)[0])
 
 
 def described(name: str) -> str:
