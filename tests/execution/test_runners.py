@@ -215,7 +215,6 @@ def test_a_delta_step_and_its_projection_agree_with_one_after_the_other(monkeypa
         return delta_step_dense(*args, **options)
 
     monkeypatch.setattr(recurrent, "delta_step_dense", counted)
-    monkeypatch.setattr(switches, "STEP_PRODUCT", True)
     run = verified(config, 1, 1)
     theirs = run(params, chosen)
     assert not calls  # without a kernel
