@@ -140,6 +140,8 @@ def test_files_that_are_no_session_and_wrong_options_end_before_loading(terminal
         file.write_text(text)
         assert terminal_of(options=["--session", str(file)]) == 2
         assert "is not the file of a conversation" in capsys.readouterr().err
+    assert terminal_of(options=["--session", str(tmp_path / "none" / "talk.json")]) == 2
+    assert "there is no folder for" in capsys.readouterr().err
     assert terminal_of(options=["--top-p", "7"]) == 2
     session = Session(params={"logit_bias": [[3, 1.5]], "stop": ["x"]})
     assert session.sampling().logit_bias == ((3, 1.5),)
