@@ -423,7 +423,7 @@ class LoadOptions:
                 "joins what several GPUs attended to each, which was not compared: leave it out",
             ),
         }  # fmt: skip
-        refused = [f"{name}={getattr(self, name)!r} {why}" for name, (wrong, why) in whys.items() if wrong]
+        refused = [f"{name}={getattr(self, name)!r}, which {why}" for name, (wrong, why) in whys.items() if wrong]
         if refused:
             raise ParameterError(f"exact does not go with {'; '.join(refused)}")
 

@@ -189,7 +189,8 @@ class Commands:
             return
         self._tell_last()
         print(
-            f"{len(done)} answers: {mean_acceptance(done):.2f} tokens per cycle, {tokens_per_second(done):.0f} tokens/s",
+            f"{len(done)} answer{'s' * (len(done) != 1)}: {mean_acceptance(done):.2f} tokens per cycle, "
+            f"{tokens_per_second(done):.0f} tokens/s",
             file=sys.stderr,
         )
 

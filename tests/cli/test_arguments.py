@@ -1,5 +1,8 @@
 """Arguments of every command: what was probably meant, under the usage line of the command that was called, and paths."""
 
+import subprocess
+import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -57,6 +60,13 @@ def test_info_takes_its_model_by_place_or_by_name(capsys):
     assert parse(["info"]).model is None
     assert parse(["info", "folder"]).model == parse(["info", "--model", "folder"]).model == "folder"
     assert "not allowed with" in refused(parse, ["info", "folder", "--model", "other"], capsys)
+
+
+@pytest.mark.parametrize("package", ["dflash_jax", "dflash_convert"])
+def test_packages_are_commands_too(package):
+    """As `python -m` calls them, with the version that both print."""
+    done = subprocess.run([sys.executable, "-m", package, "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"{version('dflash-jax')}\n"
 
 
 def test_words_that_are_like_nothing_get_no_hint(capsys):

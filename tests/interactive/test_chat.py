@@ -94,7 +94,7 @@ def test_the_terminal_answers_and_obeys(terminal_of, chat, capsys):
     assert terminal_of(*lines, options=["--system", "s"]) == 0
     out, err = capsys.readouterr()
     assert out == f"{first}\n{other}\n"
-    assert err.index("nothing was answered") < err.index("tokens per cycle:") < err.index("1 answers: ")
+    assert err.index("nothing was answered") < err.index("tokens per cycle:") < err.index("1 answer: ")
     assert "temperature=1" in err
     assert "nothing was said" in err
     assert "asks for no colour" in err
