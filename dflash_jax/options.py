@@ -384,7 +384,7 @@ class LoadOptions:
             self._check_scale_range()
         if self.cache_scales is not None and (len(self.calibration) or self.cache_dtype not in (*CALIBRATED, AUTO)):
             raise ParameterError(
-                'cache_scales is for cache_dtype "fp8" and "int8", without calibration: name one of these, and leave calibration out'
+                'cache_scales is for cache_dtype "fp8" and "int8", without calibration: name one of them, and leave the texts out'
             )
 
     def _check_scale_range(self) -> None:
