@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from dflash_kernels import (
+    AddNorm,
     ColumnBlocks,
     RankExchange,
     add_norm,
@@ -50,13 +51,19 @@ def run_fused_moe(
     exchange = routed_experts_exchange(max(layer.mlp.experts.count if layer.mlp.routed else 0 for layer in layers))
     stream, normed, streams = x.reshape(rows, -1), normed.reshape(rows, -1), []
     projected: Array | None = None
+    mixed: Any = None  # by the launch that normed, too
     for layer, later in zip(layers, (*layers[1:], None), strict=True):
-        parts, cache = _mixed(layer.mixer, normed.reshape(x.shape), projected, exchange, ranks, rotary, attend, cache)
-        stream, parts = _fed(layer, parts, stream, exchange, ranks)
+        if mixed is None:
+            inputs = normed.reshape(x.shape), projected
+            mixed, cache = _mixed(layer.mixer, *inputs, exchange, ranks, rotary, attend, cache)
+        stream, parts = _fed(layer, mixed, stream, exchange, ranks)
         after = norm if later is None else later.input_norm
-        projected = None
+        projected = mixed = None
+        added = None if ranks is not None else _added_and_mixed(later, parts, stream, x.shape, rotary, attend, cache)
         if ranks is not None:
             stream, normed = summed_norm(parts, stream, after, ranks)
+        elif added is not None:
+            stream, mixed, cache = added
         elif later is not None and _together(later.mixer.projections[0], rows, x.dtype):
             matrix = later.mixer.projections[0].weight[...]
             stream, projected = add_norm_dense(parts, stream, matrix=matrix, **_weight(after))
@@ -92,7 +99,7 @@ def _mixed(
         whole = getattr(mixer, "mix_rows", None)
         found = None if whole is None else whole(x, rotary, attend, cache)
         if found is not None:
-            return _projected(last, found[0].reshape(rows, -1), meets=meets), found[1]
+            return _projected(last, found[1].reshape(rows, -1), meets=meets), found[2]
         projected = _biased(first, x.reshape(rows, -1))
     projected = projected.reshape(*x.shape[:-1], -1)
     step = getattr(mixer, "step_parts", None)
@@ -111,6 +118,27 @@ def _at_once(projection: Linear, shape: Any, rows: int, dtype: Any) -> bool:
     if not switches.STEP_PRODUCT or not plain:
         return False
     return delta_step_dense_refusal(rows, dtype, features=weight.shape[0], shape=shape) is None
+
+
+def _added_and_mixed(
+    layer: Any,
+    parts: Float[Array, "S M D"],
+    stream: Float[Array, "M D"],
+    shape: tuple[int, ...],
+    rotary: Rotary,
+    attend: Any,
+    cache: Cache,
+) -> tuple[Float[Array, "M D"], Float[Array, "S M D"], Cache] | None:
+    """The stream with `parts` added, and what the next layer's mixer adds to it, where both begin with one launch; else None."""
+    if layer is None or not switches.NORM_HEADS or not hasattr(layer.mixer, "mix_rows"):
+        return None
+    whole = layer.mixer.mix_rows
+    found = whole(stream.reshape(shape), rotary, attend, cache, AddNorm(parts, **_weight(layer.input_norm)))
+    if found is None:
+        return None
+    after, mixed, cache = found
+    last = layer.mixer.projections[1]
+    return after.reshape(stream.shape), _projected(last, mixed.reshape(stream.shape[0], -1), meets=True), cache
 
 
 def _biased(layer: Linear, x: Float[Array, "M D"], *, parts: bool = False) -> Float[Array, "... M F"]:

@@ -22,6 +22,7 @@ NORM_PRODUCT = True  # of one token, a norm and the projection after it as one l
 STEP_PRODUCT = (
     False  # of one token, a gated delta net's step and the projection after it as one launch; no GPU has run it
 )
+NORM_HEADS = True  # the same where heads are rotated and written in that launch
 SPARSE = True  # kernels for an indexer's scores, its choice and attention to it
 RANK_EXCHANGE = True  # GPUs that share a model add up in kernels of the package's own while decoding
 RANK_EXCHANGE_DELTA = True  # also those of gated delta nets

@@ -66,6 +66,16 @@ def _lane_and_warp() -> tuple[Any, Any]:
 
 def _choose_one(plan: Plan, choice: Choice, logits: Any, token: Any, lane: Any, targets: list) -> None:
     """One token's experts and weights, to two places in memory of the kinds that are named."""
+    inside, expert, share = _chosen_by_lanes(plan, choice, logits, token, lane)
+    with th.branch(inside):
+        entry = th.add(th.mul(token, plan.top_k), lane)
+        for (target, space), value in zip(targets, (expert, th.bits(share)), strict=True):
+            where = th.word_address(target, entry) if space == "global" else th.add(target, th.mul(entry, 4))
+            th.inline(f"st.{space}.b32 [$0], $1;", where, value)
+
+
+def _chosen_by_lanes(plan: Plan, choice: Choice, logits: Any, token: Any, lane: Any) -> tuple[Any, Any, Any]:
+    """One token's experts and weights, a lane each: whether this one has some, which, and its weight."""
     taken = plan.top_k - int(choice.shared)
     places = [th.add(lane, first) for first in range(0, plan.ranked, WARP)]
     bits = [_logit(plan, logits, token, place) for place in places]
@@ -99,11 +109,7 @@ def _choose_one(plan: Plan, choice: Choice, logits: Any, token: Any, lane: Any, 
         of_shared = th.fdiv(th.real(1.0), th.fadd(th.real(1.0), of_shared))
         expert, share = th.select(last, th.number(plan.ranked), expert), th.select(last, of_shared, share)
         inside = th.under(lane, plan.top_k)
-    with th.branch(inside):
-        entry = th.add(th.mul(token, plan.top_k), lane)
-        for (target, space), value in zip(targets, (expert, th.bits(share)), strict=True):
-            where = th.word_address(target, entry) if space == "global" else th.add(target, th.mul(entry, 4))
-            th.inline(f"st.{space}.b32 [$0], $1;", where, value)
+    return inside, expert, share
 
 
 def _logit(plan: Plan, logits: Any, token: Any, place: Any) -> Any:
@@ -176,6 +182,9 @@ def sort_entries(given: list[Any], tables: list[Any], *, plan: Plan) -> None:
     """
     order, shares, flat, groups = (th.address(table, space=3) for table in tables)
     counts, own_weights = (th.add(flat, 4 * place) for place in (plan.padded, plan.padded + plan.threads))
+    if plan.choice is not None and plan.tokens == 1:
+        _sort_one(plan, plan.choice, given[0], (order, shares, groups))
+        return
     own = [th.add(th.thread(), first) for first in range(0, plan.threads, WARPGROUP)]
     for first in range(0, plan.padded, WARPGROUP):
         place = th.add(th.thread(), first)
@@ -230,6 +239,24 @@ def sort_entries(given: list[Any], tables: list[Any], *, plan: Plan) -> None:
             entry = th.shared_word(order, place)
             share = th.shared_word(own_weights, entry) if plan.choice is not None else th.global_word(given[1], entry)
             th.store_shared(shares, place, share)
+    th.warpgroup_barrier()
+
+
+def _sort_one(plan: Plan, choice: Choice, logits: Any, tables: tuple[Any, Any, Any]) -> None:
+    """`sort_entries` of one token, whose experts are all different: each has a group, and its place is how many come before it."""
+    (order, shares, groups), (lane, warp) = tables, _lane_and_warp()
+    with th.branch(_equal(warp, th.number(0))):
+        inside, expert, share = _chosen_by_lanes(plan, choice, logits, th.number(0), lane)
+        place = th.number(0)
+        for other in range(plan.top_k):
+            earlier = th.compare(th.from_lane(expert, th.number(other)), "ult", expert)
+            place = th.add(place, th.as_word(earlier))
+        with th.branch(inside):
+            th.store_shared(order, place, lane)
+            th.store_shared(shares, place, th.bits(share))
+            for row, value in enumerate((expert, place, th.number(1))):
+                th.store_shared(groups, th.add(place, row * plan.groups), value)
+            th.store_shared(groups, th.number(3 * plan.groups), th.number(plan.top_k))
     th.warpgroup_barrier()
 
 
