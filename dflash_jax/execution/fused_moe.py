@@ -16,7 +16,6 @@ from dflash_kernels import (
     add_norm_dense,
     add_norm_dense_refusal,
     add_norm_scores,
-    delta_step_dense_refusal,
     dense_parts,
     dense_refusal,
     dense_scores,
@@ -53,10 +52,12 @@ def run_fused_moe(
     projected: Array | None = None
     mixed: Any = None  # by the launch that normed, too
     for layer, later in zip(layers, (*layers[1:], None), strict=True):
-        if mixed is None:
-            inputs = normed.reshape(x.shape), projected
-            mixed, cache = _mixed(layer.mixer, *inputs, exchange, ranks, rotary, attend, cache)
-        stream, parts = _fed(layer, mixed, stream, exchange, ranks)
+        if projected is not None:
+            mixed, cache = layer.mixer.mix(projected.reshape(*x.shape[:-1], -1), rotary, attend, cache)
+        elif mixed is None:
+            mixed, cache = _mixed(layer.mixer, normed.reshape(x.shape), rotary, attend, cache)
+        parts = _projected(layer.mixer.projections[1], mixed.reshape(rows, -1), meets=ranks is None)
+        stream, parts = _fed(layer, parts, stream, exchange, ranks)
         after = norm if later is None else later.input_norm
         projected = mixed = None
         added = None if ranks is not None else _added_and_mixed(later, parts, stream, x.shape, rotary, attend, cache)
@@ -83,41 +84,15 @@ def _together(projection: Linear, rows: int, dtype: Any) -> bool:
 
 
 def _mixed(
-    mixer: Mixer,
-    x: Float[Array, "B T D"],
-    projected: Float[Array, "M W"] | None,
-    exchange: Any,
-    ranks: RankExchange | None,
-    rotary: Rotary,
-    attend: Any,
-    cache: Cache,
-) -> tuple[Float[Array, "S M D"], Cache]:
-    """What a mixer adds to the stream, in parts: from `projected` on where that is there, else from the normed stream `x` on."""
-    (first, last), rows, meets = mixer.projections, x.shape[0] * x.shape[1], ranks is None
-    if projected is None:
-        # In one launch up to the write where attention offers that.
-        whole = getattr(mixer, "mix_rows", None)
-        found = None if whole is None else whole(x, rotary, attend, cache)
-        if found is not None:
-            return _projected(last, found[1].reshape(rows, -1), meets=meets), found[2]
-        projected = _biased(first, x.reshape(rows, -1))
-    projected = projected.reshape(*x.shape[:-1], -1)
-    step = getattr(mixer, "step_parts", None)
-    if meets and step is not None and _at_once(last, getattr(mixer, "shape", None), rows, x.dtype):
-        found = step(projected, attend, cache, exchange)
-        if found is not None:
-            return found
-    mixed, cache = mixer.mix(projected, rotary, attend, cache)
-    return _projected(last, mixed.reshape(rows, -1), meets=meets), cache
-
-
-def _at_once(projection: Linear, shape: Any, rows: int, dtype: Any) -> bool:
-    """Whether a gated delta net's step and the projection after it are one launch."""
-    weight = projection.weight[...]
-    plain = projection.bias is None and isinstance(weight, jax.Array) and weight.dtype == dtype and ranks_here() == 1
-    if not switches.STEP_PRODUCT or not plain:
-        return False
-    return delta_step_dense_refusal(rows, dtype, features=weight.shape[0], shape=shape) is None
+    mixer: Mixer, x: Float[Array, "B T D"], rotary: Rotary, attend: Any, cache: Cache
+) -> tuple[Float[Array, "B T ..."], Cache]:
+    """What mixes tokens, from the normed stream on: in one launch up to the write where attention offers that."""
+    whole = getattr(mixer, "mix_rows", None)
+    found = None if whole is None else whole(x, rotary, attend, cache)
+    if found is not None:
+        return found[1:]
+    projected = _biased(mixer.projections[0], x.reshape(-1, x.shape[-1]))
+    return mixer.mix(projected.reshape(*x.shape[:-1], -1), rotary, attend, cache)
 
 
 def _added_and_mixed(
@@ -128,17 +103,13 @@ def _added_and_mixed(
     rotary: Rotary,
     attend: Any,
     cache: Cache,
-) -> tuple[Float[Array, "M D"], Float[Array, "S M D"], Cache] | None:
-    """The stream with `parts` added, and what the next layer's mixer adds to it, where both begin with one launch; else None."""
+) -> tuple[Float[Array, "M D"], Float[Array, "B T ..."], Cache] | None:
+    """The stream with `parts` added, and what mixes tokens in the next layer, where both begin with one launch; else None."""
     if layer is None or not switches.NORM_HEADS or not hasattr(layer.mixer, "mix_rows"):
         return None
     whole = layer.mixer.mix_rows
     found = whole(stream.reshape(shape), rotary, attend, cache, AddNorm(parts, **_weight(layer.input_norm)))
-    if found is None:
-        return None
-    after, mixed, cache = found
-    last = layer.mixer.projections[1]
-    return after.reshape(stream.shape), _projected(last, mixed.reshape(stream.shape[0], -1), meets=True), cache
+    return None if found is None else (found[0].reshape(stream.shape), *found[1:])
 
 
 def _biased(layer: Linear, x: Float[Array, "M D"], *, parts: bool = False) -> Float[Array, "... M F"]:
