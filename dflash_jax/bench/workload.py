@@ -135,7 +135,7 @@ def read_prompts(path: str | Path) -> list[str]:
             )
         rows = [json.loads(line) for line in lines] if are_json else lines
     if not rows:
-        raise PromptError(f"{path} holds no prompt")
+        raise PromptError(f"{path} holds no prompt: write one a line, or a JSON list of them")
     return [_prompt(path, row) for row in rows]
 
 
