@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from dflash_kernels import (
+    AddNorm,
     ColumnBlocks,
     RankExchange,
     add_norm,
@@ -49,18 +50,21 @@ def run_fused_moe(
     exchange = routed_experts_exchange(max(layer.mlp.experts.count if layer.mlp.routed else 0 for layer in layers))
     stream, normed, streams = x.reshape(rows, -1), normed.reshape(rows, -1), []
     projected: Array | None = None
+    mixed: Any = None  # by the launch that normed, too
     for layer, later in zip(layers, (*layers[1:], None), strict=True):
-        mixer, last = layer.mixer, layer.mixer.projections[1]
-        if projected is None:
-            mixed, cache = _mixed(mixer, normed.reshape(x.shape), rotary, attend, cache)
-        else:
-            mixed, cache = mixer.mix(projected.reshape(*x.shape[:-1], -1), rotary, attend, cache)
-        parts = _projected(last, mixed.reshape(rows, -1), meets=ranks is None)
+        if projected is not None:
+            mixed, cache = layer.mixer.mix(projected.reshape(*x.shape[:-1], -1), rotary, attend, cache)
+        elif mixed is None:
+            mixed, cache = _mixed(layer.mixer, normed.reshape(x.shape), rotary, attend, cache)
+        parts = _projected(layer.mixer.projections[1], mixed.reshape(rows, -1), meets=ranks is None)
         stream, parts = _fed(layer, parts, stream, exchange, ranks)
         after = norm if later is None else later.input_norm
-        projected = None
+        projected = mixed = None
+        added = None if ranks is not None else _added_and_mixed(later, parts, stream, x.shape, rotary, attend, cache)
         if ranks is not None:
             stream, normed = summed_norm(parts, stream, after, ranks)
+        elif added is not None:
+            stream, mixed, cache = added
         elif later is not None and _together(later.mixer.projections[0], rows, x.dtype):
             matrix = later.mixer.projections[0].weight[...]
             stream, projected = add_norm_dense(parts, stream, matrix=matrix, **_weight(after))
@@ -86,9 +90,26 @@ def _mixed(
     whole = getattr(mixer, "mix_rows", None)
     found = None if whole is None else whole(x, rotary, attend, cache)
     if found is not None:
-        return found
+        return found[1:]
     projected = _biased(mixer.projections[0], x.reshape(-1, x.shape[-1]))
     return mixer.mix(projected.reshape(*x.shape[:-1], -1), rotary, attend, cache)
+
+
+def _added_and_mixed(
+    layer: Any,
+    parts: Float[Array, "S M D"],
+    stream: Float[Array, "M D"],
+    shape: tuple[int, ...],
+    rotary: Rotary,
+    attend: Any,
+    cache: Cache,
+) -> tuple[Float[Array, "M D"], Float[Array, "B T ..."], Cache] | None:
+    """The stream with `parts` added, and what mixes tokens in the next layer, where both begin with one launch; else None."""
+    if layer is None or not switches.NORM_HEADS or not hasattr(layer.mixer, "mix_rows"):
+        return None
+    whole = layer.mixer.mix_rows
+    found = whole(stream.reshape(shape), rotary, attend, cache, AddNorm(parts, **_weight(layer.input_norm)))
+    return None if found is None else (found[0].reshape(stream.shape), *found[1:])
 
 
 def _biased(layer: Linear, x: Float[Array, "M D"], *, parts: bool = False) -> Float[Array, "... M F"]:

@@ -29,7 +29,7 @@ from dflash_kernels.fused.experts.api import (
     routed_experts_refusal,
 )
 from dflash_kernels.fused.experts.mxfp4 import mxfp4_mixture, mxfp4_mixture_refusal
-from dflash_kernels.fused.few_qkv.api import FewQkvWritten, few_qkv_write, few_qkv_write_refusal
+from dflash_kernels.fused.few_qkv.api import AddNorm, FewQkvWritten, few_qkv_write, few_qkv_write_refusal
 from dflash_kernels.fused.layer.api import (
     Chained,
     attention_chain,
@@ -113,6 +113,7 @@ __all__ = [
     "INTERLEAVE_BLOCK",
     "LATENT_TILE",
     "MXFP4_MOST_SCALE",
+    "AddNorm",
     "Chained",
     "ColumnBlocks",
     "DeltaFactors",
