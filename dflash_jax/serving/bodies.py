@@ -11,7 +11,7 @@ from dflash_jax.engine.requests import Request
 from dflash_jax.errors import ParameterError
 from dflash_jax.generation import prompted, shortened
 from dflash_jax.model import Model
-from dflash_jax.options import as_integer
+from dflash_jax.options import are_integers, as_integer
 from dflash_jax.sampling_params import MAX_CHOICES, MAX_LOGPROBS, SamplingParams
 from dflash_jax.serving.problems import Problem
 from dflash_jax.serving.structure import FIELDS as STRUCTURE_FIELDS
@@ -124,7 +124,7 @@ def completion_ask(body: Mapping[str, Any], defaults: Mapping[str, Any] = Mappin
     if not _is_list(listed) or not listed:
         raise _wrong("prompt", "a text, token ids, or a list of those", prompts)
     for place, prompt in enumerate(listed):
-        ids = _is_list(prompt) and len(prompt) > 0 and all(as_integer(token) is not None for token in prompt)
+        ids = _is_list(prompt) and len(prompt) > 0 and are_integers(prompt)
         if not isinstance(prompt, str) and not ids:
             raise _wrong("prompt" if single else f"prompt.{place}", "a text or token ids", prompt)
         if prompt == "":
@@ -183,7 +183,8 @@ def requests_of(model: Model, ask: Ask) -> list[Request]:
             prompt = model.tokenizer.encode(prompt, special=False)
         ids, held = prompted(model, prompt, chat=False, chat_options=ask.chat_options)
         least = 1 if ask.max_tokens is None else ask.max_tokens
-        ids = shortened(ids, held, replace(ask.params, max_tokens=max(least, ask.params.min_tokens)), longest)
+        if ask.params.truncate_prompt_tokens is not None:
+            ids = shortened(ids, held, replace(ask.params, max_tokens=max(least, ask.params.min_tokens)), longest)
         room = longest - len(ids)
         if room < min(1, least):
             raise Problem(
@@ -197,8 +198,9 @@ def requests_of(model: Model, ask: Ask) -> list[Request]:
         pictures = None if held is None or model.vision is None else held.seen(model.vision)
         for choice in range(ask.n):
             seed = None if ask.seed is None else (ask.seed + choice) % 2**64
-            fewest = min(ask.params.min_tokens, most)
-            params = replace(ask.params, max_tokens=most, min_tokens=fewest, seed=seed)
+            made = {"max_tokens": most, "min_tokens": min(ask.params.min_tokens, most), "seed": seed}
+            same = all(getattr(ask.params, name) == value for name, value in made.items())
+            params = ask.params if same else replace(ask.params, **made)  # which checks all of it again
             request = Request(
                 len(requests), ids, params, model.eos_ids, refused=refused, grammar=grammar, pictures=pictures
             )
