@@ -218,7 +218,7 @@ class InFlight:
         if waited < min(READY_S, 0.3 * spent):  # as long as copies take: the device may have waited for the host
             if call.cycles >= self.few:  # fewer, behind a prompt say, tell nothing of so many
                 self.few = min(2 * self.few, MAX_CYCLES)
-        elif waited > 0.7 * spent:
+        elif spent - waited < 0.3 * self._pace * call.cycles:  # what half of them take is more than the host does
             self.few = max(self.few // 2, 1)
         if watch and jax.default_backend() == "gpu" and call.cycles >= min(self.few, FEW_CYCLES):
             # Not where a call keeps the host busy: results would come later, and no sooner. One cycle alone may take the device
