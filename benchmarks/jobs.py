@@ -91,7 +91,6 @@ BENCHMARKS = {
     "moe_30b": ("moe.py --shape Qwen3-30B-A3B --without-ragged --tokens 1 8 16 128 512", 120),
     "structured": ("structured.py --shapes qwen3-4b", 200),
     "serving": ("serving.py --shapes qwen3-4b", 160),
-    "serving_deep": ("serving.py --shapes qwen3-4b --concurrency 8 64 --dispatch late deep", 150),
     "moe_lite": ("moe.py --without-ragged --tokens 1 16 128 512 2048", 120),
 }
 # Jobs whose rows nobody has brought home yet; their seconds are guesses.
@@ -103,7 +102,6 @@ WITHOUT_ROWS = (
     "pair_window",
     "sparse",
     "sparse_lengths",
-    "serving_deep",
 )
 # Commands of rows that need several GPUs at once, which a job here does not get.
 SEVERAL_GPUS = (

@@ -160,6 +160,8 @@ def chat_ask(body: Mapping[str, Any], template: str | None, defaults: Mapping[st
         raise Problem(400, "top_logprobs needs logprobs: true", param="top_logprobs", code="invalid_value")
     most = _limit(body, "max_completion_tokens")
     options = dict(_mapping(body, "chat_template_kwargs"))
+    if not isinstance(body.get("reasoning_effort", ""), str):
+        raise _wrong("reasoning_effort", "a text", body["reasoning_effort"])
     if "reasoning_effort" in body and "enable_thinking" not in options:
         options["enable_thinking"] = body["reasoning_effort"] != "none"
     for name in _SENT_TO_ALL:
@@ -235,6 +237,13 @@ def _ask(
     if bias := _mapping(body, "logit_bias"):
         given["logit_bias"] = {_token(name): amount for name, amount in bias.items()}
     least = as_integer(given.get("min_tokens", 0)) or 0
+    if (
+        most is not None
+        and "min_tokens" in body
+        and least > most
+        and {"max_tokens", "max_completion_tokens"} & body.keys()
+    ):
+        raise _wrong("min_tokens", f"at most max_tokens, which is {most}", body["min_tokens"])
     by, structured = structure_of(body) or (None, None)
     params = SamplingParams(
         max_tokens=max(1, most or 1, least), logprobs=logprobs, stop=stops, structured=structured, **given
@@ -322,7 +331,8 @@ def _call(call: Any, at: str) -> dict[str, Any]:
         raise _wrong(at, "a call with a function and its name", call)
     arguments = function.get("arguments", "{}")
     try:
-        made = json.loads(arguments) if isinstance(arguments, str) else arguments
+        # Clients give back what they were streamed: nothing where a function takes nothing.
+        made = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
     except (ValueError, RecursionError):
         raise _wrong(f"{at}.function.arguments", "a JSON object as a text", arguments) from None
     if not isinstance(made, dict):
