@@ -66,6 +66,8 @@ READY_S = 1e-3
 PATIENCE_S = 0.05
 # Of a call on the device, the part behind which the next one is made at the latest: how long it takes is only guessed.
 LATEST = 0.7
+# Readers that are woken before the next calls are made: more of them would take Python from the thread that makes these.
+FEW_READERS = 8
 # Where requests come while others run: prompts and the cycles behind them together, of the time that those cycles take alone, about
 # at most.
 STRETCH = 1.35
@@ -1259,7 +1261,7 @@ class Scheduler:
         self._ring()
         if not hurries:
             self._send()
-        if isinstance(item, PrefillResult):  # few, and each is waited for
+        if len(rows) <= FEW_READERS:
             self._ring()
 
     def _hurries(self, batch: Batch) -> bool:
