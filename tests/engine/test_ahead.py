@@ -364,6 +364,35 @@ def test_who_has_ended_is_told_first(eager, make_prompts, monkeypatch, late):
     eager.assert_free()
 
 
+@pytest.mark.parametrize("few", [0, 1])
+def test_few_readers_are_woken_before_the_next_call(eager, make_prompts, monkeypatch, few):
+    """And many once it is made; an end wakes its reader at once in any case."""
+    order, call = [], eager.engine.programs.call
+    monkeypatch.setattr(scheduler, "FEW_READERS", few)
+
+    def called(function, *args):
+        order.append(function.__name__)
+        return call(function, *args)
+
+    def looked(*args, **options):
+        order.append("look")
+        return on_host(*args, **options)
+
+    monkeypatch.setattr(eager.engine.programs, "call", called)
+    monkeypatch.setattr(scheduler, "on_host", looked)
+    bell, engine = lambda: order.append("bell"), eager.engine.scheduler
+    request = Request(0, tuple(make_prompts([5])[0]), SamplingParams(max_tokens=60, ignore_eos=True))
+    engine.submit(request, lambda ticket, update: bell, draft=True, cycles=1)
+    while engine.step():
+        pass
+    engine.step()  # gives up the batch
+    behind = [order[place + 1] for place, what in enumerate(order[:-1]) if what == "look"]
+    assert order.count("bell") == order.count("look")
+    assert set(behind) == {"bell"} if few else behind.count("loop") > len(behind) / 2
+    assert behind[-1] == "bell"
+    eager.assert_free()
+
+
 def test_who_follows_a_request_that_ended_is_in_the_next_call(eager, make_prompts, monkeypatch):
     """With `late_dispatch` the next call is made once the follower is there."""
     prompts, lengths = make_prompts([5, 9, 7]), (9, 21, 21)
