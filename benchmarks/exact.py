@@ -1,6 +1,6 @@
 """Texts of the pair that ships with `exact`, on a GPU in bfloat16: how many are equal, drafted and plain, alone and in company.
 
-    python benchmarks/exact.py --batch 1 8 32
+    python benchmarks/exact.py --batch 8
     python benchmarks/exact.py --batch 8 --default
 
 100 prompts from files that the pair was not trained on, 128 tokens each, greedy and sampled with a seed. What a cycle costs in

@@ -58,8 +58,13 @@ BENCHMARKS = {
         "bench.py --concurrency 8 64 --kinds block auto per_request --imposed-acceptance 2 10 --short-length 0",
         150,
     ),
-    "exact": ("exact.py --batch 1 8 32", 400),
+    "exact_1": ("exact.py --batch 1", 200),
+    "exact_8": ("exact.py --batch 8", 200),
+    "exact_32": ("exact.py --batch 32", 200),
     "exact_default": ("exact.py --batch 8 --default", 130),
+    "exact_shapes_4b": ("exact_shapes.py --models qwen3-4b", 120),
+    "exact_shapes_30b": ("exact_shapes.py --models qwen3-coder-30b-a3b", 120),
+    "exact_shapes_lite": ("exact_shapes.py --models deepseek-v2-lite", 120),
     "cold_start": ("cold_start.py", 120),
     "pair": ("pair.py", 60),
     "pair_int8": ("pair.py --weight-dtype int8", 60),
@@ -95,13 +100,12 @@ BENCHMARKS = {
 }
 # Jobs whose rows nobody has brought home yet; their seconds are guesses.
 WITHOUT_ROWS = (
-    "exact",
-    "exact_default",
+    "exact_shapes_4b",
+    "exact_shapes_30b",
+    "exact_shapes_lite",
     "pair_fp8",
     "pair_draft_fp8_dynamic",
     "pair_window",
-    "sparse",
-    "sparse_lengths",
 )
 # Commands of rows that need several GPUs at once, which a job here does not get.
 SEVERAL_GPUS = (
@@ -113,6 +117,7 @@ SEVERAL_GPUS = (
     "several_gpus.py --models qwen3-coder-30b-a3b --tp 4 --batch 1 8 --calls 4 --exchange",
     "several_gpus.py --calls 4 --models qwen3.5-9b --tp 2 --batch 1 8 --exchange",
     "several_gpus.py --calls 4 --models qwen3.5-9b --tp 2 --batch 1 8 --collectives",
+    "several_gpus.py --calls 4 --models qwen3-235b-a22b --tp 4 --batch 1",
 )
 PARTS, PROCESSES = 4, 12
 PART_SECONDS, LARGE_SECONDS = 200, 90  # the first with that many processes

@@ -16,6 +16,7 @@ import itertools
 import statistics
 import sys
 import time
+from argparse import BooleanOptionalAction
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -130,7 +131,10 @@ def main() -> None:
     parser.add_argument(
         "--collectives", action="store_true", help="GPUs tell one another everything by JAX's collectives"
     )
-    parser.add_argument("--exchange", action="store_true", help="gated delta nets add up in kernels too")
+    parser.add_argument(
+        "--exchange", action=BooleanOptionalAction, default=switches.RANK_EXCHANGE_DELTA,
+        help="gated delta nets add up in kernels too",
+    )  # fmt: skip
     options = parser.parse_args()
     switches.RANK_EXCHANGE = not options.collectives
     switches.RANK_EXCHANGE_DELTA = options.exchange

@@ -89,6 +89,11 @@ def shown(value: Any) -> str:
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]} ..."
 
 
+def given(value: Any) -> str:
+    """A value that is needed as a message shows it; None stands for a key that is absent or null."""
+    return "nothing: the key is missing" if value is None else shown(value)
+
+
 def architectures_of(values: Mapping[str, Any]) -> tuple[str, ...]:
     """The names in `architectures`; none where the key is absent or null.
 
@@ -124,7 +129,7 @@ class KeyReader:
         """An integer from `minimum` to the largest that is believed of this key."""
         value = self.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            raise ConfigError(f"{self.subject}: {key} must be an integer of at least {minimum}, got {shown(value)}")
+            raise ConfigError(f"{self.subject}: {key} must be an integer of at least {minimum}, got {given(value)}")
         if value > (largest := _LARGEST.get(key, MAX_INTEGER)):
             raise ConfigError(f"{self.subject}: {key} must be an integer of at most {largest:,}, got {shown(value)}")
         return value
@@ -132,7 +137,7 @@ class KeyReader:
     def number(self, key: str, default: float | None = None, *, positive: bool = False) -> float:
         value = self.get(key, default)
         if not _is_number(value):
-            raise ConfigError(f"{self.subject}: {key} must be a finite number, got {shown(value)}")
+            raise ConfigError(f"{self.subject}: {key} must be a finite number, got {given(value)}")
         if positive and value <= 0:
             raise ConfigError(f"{self.subject}: {key} must be positive, got {shown(value)}")
         return float(value)

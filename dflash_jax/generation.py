@@ -228,8 +228,8 @@ def prompted(
         return prompt_ids(model.tokenizer, model.name, prompt, chat=chat, options=chat_options), None
     if (vision := model.vision) is None:
         raise PromptError(
-            f"the messages hold {len(sources)} pictures, and {model.name} was loaded without a vision tower: leave them out, or "
-            "load a model that has one (model.notices says what was left out)"
+            f"{model.name} was loaded without a vision tower, so no message may hold a picture: leave out the {len(sources)} that "
+            "are there, or load a model that has one (model.notices says what was left out)"
         )
     text = without_pictures(prompt)
     ids = prompt_ids(model.tokenizer, model.name, text, chat=chat, options=chat_options)

@@ -223,7 +223,7 @@ class LoadOptions:
       state_snapshots: recurrent states of a hybrid target that are kept, so that prompts that begin alike share pages; each is as
         large as one slot's states. None is twice `max_batch`, fewer where pages leave no room for them; 0 shares nothing.
       proposals: how the drafter proposes where a request samples (never changes the text's law): "shared_noise", "argmax", or
-        "rejection" for its own samples judged by p/q rejection.
+        "rejection" for its own samples, of which block verification judges how many stand.
       cache_dtype: None keeps the target's pages in `dtype`. "fp8" keeps them in float8 (e4m3), "fp8_e5m2" (keys and values of
         heads) in that on scales of 1; "int8" (keys and values of heads) with a scale for each key and for each channel of the
         values, "int8_keys" so for keys alone, with values in `dtype`; "fp8_packed" (latents) in float8 with scales in each row.
@@ -428,7 +428,7 @@ class LoadOptions:
                 "joins what several GPUs attended to each, which was not compared: leave it out",
             ),
         }  # fmt: skip
-        refused = [f"{name}={getattr(self, name)!r} {why}" for name, (wrong, why) in whys.items() if wrong]
+        refused = [f"{name}={getattr(self, name)!r}, which {why}" for name, (wrong, why) in whys.items() if wrong]
         if refused:
             raise ParameterError(f"exact does not go with {'; '.join(refused)}")
 

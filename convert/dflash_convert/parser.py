@@ -1,6 +1,8 @@
 """The arguments of `dflash-convert`. Nothing slow is imported: help and mistakes are answered at once."""
 
 import argparse
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 from dflash_jax.cli.arguments import Parser, path
 from dflash_jax.options import FLOAT_DTYPES
@@ -21,6 +23,7 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=EXIT_CODES,
     )
     add = parser.add_argument
+    add("--version", action=_Version, help="print the version and exit")
     add("source", metavar="SOURCE", help="a folder with config.json and safetensors files, or owner/name on the hub")
     add("--output", metavar="DIR", type=path, help="the folder to write; it appears whole or not at all")
     add("--draft", metavar="SOURCE", help="the DFlash drafter to convert along, into DIR/draft")
@@ -39,3 +42,19 @@ def build_parser() -> argparse.ArgumentParser:
     add("--json", action="store_true", help="print one JSON object on stdout")
     add("--quiet", action="store_true", help="print errors only")
     return parser
+
+
+class _Version(argparse.Action):
+    """Prints the version and ends the process; argparse's own action would have it read for every conversion."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **kwargs: Any):
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, **kwargs)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        from importlib.metadata import version
+
+        try:
+            print(version("dflash-jax"), flush=True)
+        except OSError as error:  # a disk that is full, a reader that has left
+            parser.exit(1, f"{parser.prog}: {error}\n")
+        parser.exit()

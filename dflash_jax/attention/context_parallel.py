@@ -28,14 +28,6 @@ def local_lens(
     return jnp.asarray(lens // turn * interleave + jnp.clip(rest - rank * interleave, 0, interleave))
 
 
-def local_slot(
-    positions: Int[np.ndarray, "..."], *, ranks: int, interleave: int
-) -> tuple[Int[np.ndarray, "..."], Int[np.ndarray, "..."]]:
-    """Rank of each position, and its place among that rank's tokens."""
-    turn = ranks * interleave
-    return positions // interleave % ranks, positions // turn * interleave + positions % interleave
-
-
 def visible_on_rank(
     seq_lens: Int[Array, "B"], q_lens: Int[Array, "B"], t: int, rank: int | Array, *, ranks: int, interleave: int
 ) -> Int[Array, "B t"]:

@@ -183,10 +183,14 @@ def random_pair(name: str, **options: Unpack[LoadKeywords]) -> Model:
       CapacityError: the device has no room for weights and pages.
       DeviceError: JAX starts no device.
     """
+    return random_model(name, *published_shape(name), **options)
+
+
+def random_model(name: str, family: str, target: Any, draft: DFlashConfig, **options: Unpack[LoadKeywords]) -> Model:
+    """The same of any sizes: `family` is the target's key in the registry. Raises what `random_pair` does."""
     asked, plain = read_options(dict(options), "random_pair"), LoadOptions()
     if unused := [name for name in _OF_FILES if getattr(asked, name) != getattr(plain, name)]:
         raise ParameterError(f"random weights and their pages are made here: leave {', '.join(unused)} out")
-    family, target, draft = published_shape(name)
     local_device()
     families = family_named(family), family_named("dflash")
     dtype = asked.dtype or "bfloat16"

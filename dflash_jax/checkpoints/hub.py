@@ -64,7 +64,7 @@ def find_here(source: Any, revision: str | None = None) -> tuple[Path, str | Non
     """
     if not isinstance(source, str | os.PathLike):
         raise CheckpointError(
-            repr(source), f"is a {type(source).__name__}; give a folder or a model id of the form owner/name"
+            repr(source), f"is of type {type(source).__name__}; give a folder or a model id of the form owner/name"
         )
     try:
         folder, subject = Path(source).expanduser(), str(source)

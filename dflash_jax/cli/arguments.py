@@ -10,6 +10,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, NoReturn
 
+MOST_USAGE_LINES = 6
+
 
 class Parser(argparse.ArgumentParser):
     """`argparse.ArgumentParser` that names the option which was probably meant.
@@ -36,7 +38,18 @@ class Parser(argparse.ArgumentParser):
         if choice := re.search(r"invalid choice: '(.*?)' \(choose from (.*)\)", message):
             close = difflib.get_close_matches(choice[1], re.findall(r"[\w.-]+", choice[2]), n=1)
             hints += [f"did you mean {meant}?" for meant in close]
-        super().error("; ".join([message, *hints]))
+        self._print_message(self._short_usage(), sys.stderr)
+        self.exit(2, f"{self.prog}: error: {'; '.join([message, *hints])}\n")
+
+    def _short_usage(self) -> str:
+        """Usage without the options where these fill a screen, which would hide what the error is."""
+        usage = self.format_usage()
+        if usage.count("\n") <= MOST_USAGE_LINES:
+            return usage
+        formatter = self._get_formatter()
+        formatter.add_usage(None, [action for action in self._actions if not action.option_strings], [])
+        places = formatter.format_help().partition(self.prog)[2].strip()
+        return f"usage: {self.prog} [OPTION ...] {places}".rstrip() + f"\n       {self.prog} --help tells the options\n"
 
     def _meant(self, word: str) -> str | None:
         """The option that looks most like an unknown one; None for words that are no options, known ones and their prefixes."""

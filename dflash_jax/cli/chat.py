@@ -1,5 +1,6 @@
 """What `dflash-jax chat` does: messages and commands from the terminal, answers as they come."""
 
+import argparse
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import closing
@@ -162,7 +163,10 @@ class Commands:
             } | chat.chat_options
             print(printable(" ".join(f"{name}={value}" for name, value in told.items()), sys.stderr), file=sys.stderr)
             return
-        name, value = chat_option(text)
+        try:
+            name, value = chat_option(text)
+        except argparse.ArgumentTypeError as error:
+            raise ParameterError(str(error)) from None
         if name in FIELDS:
             before = dict(session.params)
             session.params[name] = value
@@ -185,7 +189,8 @@ class Commands:
             return
         self._tell_last()
         print(
-            f"{len(done)} answers: {mean_acceptance(done):.2f} tokens per cycle, {tokens_per_second(done):.0f} tokens/s",
+            f"{len(done)} answer{'s' * (len(done) != 1)}: {mean_acceptance(done):.2f} tokens per cycle, "
+            f"{tokens_per_second(done):.0f} tokens/s",
             file=sys.stderr,
         )
 

@@ -264,6 +264,8 @@ def run_serve(args: argparse.Namespace) -> int:
     for name, least in (("port", 0), ("max_queue", 0), ("max_body_mb", 0.001), ("shutdown_timeout", 0)):
         if not getattr(args, name) >= least:
             raise UsageError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(args, name)}")
+    if args.port > 65535:
+        raise UsageError(f"--port must be at most 65535, got {args.port}")
     if args.request_timeout is not None and not args.request_timeout > 0:
         raise UsageError(f"--request-timeout must be above 0, got {args.request_timeout}")
     check_models(args)

@@ -326,13 +326,15 @@ def _add_adjustments(group: Any) -> None:
 
 
 def _add_model(parser: argparse.ArgumentParser, name: str, *, max_batch: bool = True) -> None:
-    """What `load` takes. `name` is an option's, or an argument's that may be left out."""
+    """What `load` takes. `name` is an option's, or an argument's that may be left out and is an option as well."""
     group = parser.add_argument_group("model")
     about = "target: a converted folder, a Hugging Face folder, or a hub id (default: the pair that ships)"
     if name.startswith("-"):
         group.add_argument(name, metavar="PATH", help=about)
     else:
-        group.add_argument(name, metavar="PATH", help=about, nargs="?")
+        place = group.add_mutually_exclusive_group()
+        place.add_argument(name, metavar="PATH", help=about, nargs="?", default=argparse.SUPPRESS)
+        place.add_argument(f"--{name}", metavar="PATH", help="the same, as other commands have it")
     drafts = group.add_mutually_exclusive_group()
     drafts.add_argument("--draft", metavar="PATH", help="drafter: a folder or a hub id (default: the target's own)")
     drafts.add_argument("--no-draft", action="store_true", help="decode with the target alone")

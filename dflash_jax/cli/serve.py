@@ -2,9 +2,11 @@
 
 import argparse
 import os
+import sys
 from typing import Any
 
 from dflash_jax.cli.terminal import note
+from dflash_jax.compile.device import local_device
 from dflash_jax.engine.requests import MODES
 from dflash_jax.errors import ParameterError, TokenizerError
 from dflash_jax.model import Model, load
@@ -38,6 +40,7 @@ def serve_model(args: argparse.Namespace, options: dict[str, Any]) -> None:
 
     def loaded() -> Model:
         model = load(args.model, **options)
+        model.tell = note
         for notice in model.notices:
             note(notice)
         if template is not None:
@@ -45,13 +48,29 @@ def serve_model(args: argparse.Namespace, options: dict[str, Any]) -> None:
                 raise TokenizerError(f"{model.name} has no tokenizer.json: --chat-template is of no use to it")
             model.tokenizer.template, model.tokenizer.tool_template = template, None
         if not args.no_warmup:
-            # Nobody can ask for grammars without llguidance, nor have the host asked where several GPUs share a model.
-            last = "structured" if installed() and model.engine.tp == 1 else "regular" if installed() else "adjusted"
-            modes = MODES[: MODES.index(last) + 1]
-            model.warmup(modes=modes, draft=(model.draft is not None,))
+            _warm_up(model)
         return model
+
+    address = ""
+
+    def opened(port: int) -> None:
+        nonlocal address
+        address = f"http://{f'[{args.host}]' if ':' in args.host else args.host}:{port}"
+        note(f"{address}/ready answers 503 while the model is loaded and its programs are compiled")
 
     serve(
         loaded, served, host=args.host, port=args.port, shutdown_timeout=args.shutdown_timeout, root_path=args.root_path,
-        access_log=args.access_log, ready=lambda model: note(f"{model!r} is served at http://{args.host}:{args.port}/v1"),
+        access_log=args.access_log, opened=opened, ready=lambda model: note(f"{model!r} is served at {address}/v1"),
     )  # fmt: skip
+
+
+def _warm_up(model: Model) -> None:
+    """Compiles what requests will need; on a CPU what one at a time will, as all of it takes longer than anybody waits."""
+    shown, drafts = sys.stderr.isatty(), (model.draft is not None,)
+    if local_device().platform == "cpu":
+        note("on a CPU only programs for one request at a time are compiled ahead, others when they are first needed")
+        model.warmup(modes=("greedy", "sampled"), draft=drafts, batch=(1,), progress=shown)
+        return
+    # Nobody can ask for grammars without llguidance, nor have the host asked where several GPUs share a model.
+    last = "structured" if installed() and model.engine.tp == 1 else "regular" if installed() else "adjusted"
+    model.warmup(modes=MODES[: MODES.index(last) + 1], draft=drafts, progress=shown)

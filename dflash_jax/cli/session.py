@@ -38,6 +38,8 @@ class Session:
         made = cls(args.session)
         if made.file is not None and made.file.exists():
             made._read(made.file)
+        elif made.file is not None and not made.file.absolute().parent.is_dir():
+            raise ParameterError(f"there is no folder for {made.file}: make it, or name another file with --session")
         given = {name: getattr(args, _OPTION_OF.get(name, name), None) for name in FIELDS}
         made.params |= {name: value for name, value in given.items() if value is not None}
         made.chat_options |= dict(args.chat_option or ())

@@ -52,15 +52,21 @@ def accept_rejection(
     request: RequestArrays,
     lengths: Int[Array, "B"] | None = None,
 ) -> tuple[Int[Array, "B"], Int[Array, "B T"]]:
-    """Speculative sampling: proposal x drawn from q stands with probability min(1, p(x) / q(x)).
+    """Block verification (arXiv 2403.10444, algorithm 2): how many proposals stand is settled for the whole block at once.
 
-    The first refused place is drawn from the normalised `max(p - q, 0)` (arXiv 2302.01318, algorithm 2; 2211.17192). Both logits
-    are after temperature and filters. Rows of temperature 0 must go through `accept_matching`.
+    With r_i = p(x_i) / q(x_i) of proposal i, drawn from q, the first i proposals have the weight k_i = min(1, k_{i-1} r_i) with
+    k_0 = 1, and m_i is the sum of max(k_i p - q, 0) over the tokens that may follow them. Each i is drawn by itself with chance
+    m_i / (m_i + 1 - k_i), the last with k_i; the longest prefix that is drawn stands, and the token after it is from the normalised
+    max(k_i p - q, 0), after the last from p. Then i proposals or more stand with chance k_i on average over those after them, never
+    less than where each is judged by itself (arXiv 2211.17192). What stands depends on noise at places behind it, so a cycle that
+    comes to these places again must have other noise; nothing else is carried over.
+
+    Both logits are after temperature and filters. Rows of temperature 0 must go through `accept_matching`.
 
     Args:
       drafted: q, the law that proposals were drawn from. Where it has columns for some tokens alone, no table of all is made of it.
-      lengths: as of `accept_matching`. The token at the first place that was not verified is drawn from p: nothing was refused
-        there. Exact where `lengths` depend on each place's law and on what was drawn before it, not on what was drawn there.
+      lengths: as of `accept_matching`; the block then ends after the last place that was verified. Exact where `lengths` depend on
+        each place's law and on what was drawn before it, not on what was drawn there.
     """
     b, g = proposals.shape
     p, q = jax.nn.softmax(target_logits, axis=-1), jax.nn.softmax(drafted.logits, axis=-1)
@@ -70,26 +76,39 @@ def accept_rejection(
     else:
         p_x = jnp.take_along_axis(p[:, :g], at, axis=-1)[..., 0]
         q_x = jnp.sum(jnp.where(drafted.tokens == at, q, 0.0), axis=-1)
-    # -log(U) of a uniform U is exponential; exp(-exp(-gumbel)) is that uniform, so one generator serves all.
-    uniform = jnp.exp(-jnp.exp(-noise_at(request.seed, positions[:, :g], 1, stream=2)[..., 0]))
-    stands = uniform * q_x < p_x
+    weights = _weights(p_x, q_x)
     if lengths is not None:
-        stands &= _verified(proposals, lengths)
         q = jnp.where(_verified(proposals, lengths)[:, :, None], q, 0.0)
-    accepted = jnp.sum(jnp.cumprod(stands, axis=1), axis=1, dtype=jnp.int32)
+    weighted = weights[:, :, None] * p
     if drafted.tokens is None:
-        q_full = jnp.concatenate([q, jnp.zeros_like(p[:, :1])], axis=1)
-        residual = jnp.maximum(p - q_full, 0.0)
+        left = jnp.maximum(weighted - jnp.pad(q, ((0, 0), (0, 1), (0, 0))), 0.0)
     else:
         rows, places = jnp.arange(b)[:, None, None], jnp.arange(g)[:, None]
-        residual = jnp.maximum(p.at[rows, places, drafted.tokens].add(-q), 0.0)
-    empty = jnp.sum(residual, axis=-1, keepdims=True) <= 0
-    residual = jnp.where(empty, p, residual)
-    noise = noise_at(request.seed, positions, p.shape[-1], stream=3)
-    replacement = jnp.argmax(jnp.log(residual) + noise, axis=-1).astype(jnp.int32)
+        left = jnp.maximum(weighted.at[rows, places, drafted.tokens].add(-q), 0.0)
+    # Behind the block's end no q is taken off, so that the chance there is k_i.
+    rest = jnp.sum(left, axis=-1)
+    # -log(U) of a uniform U is exponential; exp(-exp(-gumbel)) is that uniform, so one generator serves all.
+    since = positions[:, 0]
+    uniform = jnp.exp(-jnp.exp(-noise_at(request.seed, positions[:, :g], 1, stream=2, since=since)[..., 0]))
+    drawn = uniform * (rest + 1 - weights)[:, 1:] < rest[:, 1:]
+    if lengths is not None:
+        drawn &= _verified(proposals, lengths)
+    accepted = g - first_true(drawn[:, ::-1])
+    left = jnp.where((rest > 0)[:, :, None], left, p)
+    noise = noise_at(request.seed, positions, p.shape[-1], stream=3, since=since)
+    replacement = jnp.argmax(jnp.log(left) + noise, axis=-1).astype(jnp.int32)
     padded = jnp.concatenate([proposals, jnp.zeros((b, 1), jnp.int32)], axis=1)
     places = jnp.arange(g + 1)
     return accepted, jnp.where(places < accepted[:, None], padded, replacement)
+
+
+def _weights(p_x: Float[Array, "B g"], q_x: Float[Array, "B g"]) -> Float[Array, "B T"]:
+    """k_0 .. k_g of `accept_rejection`."""
+    weights = [jnp.ones(p_x.shape[0], p_x.dtype)]
+    # One place after the other: a scan would be launches of its own.
+    for place in range(p_x.shape[1]):
+        weights.append(jnp.minimum(weights[-1] * p_x[:, place] / q_x[:, place], 1.0))
+    return jnp.stack(weights, axis=1)
 
 
 def accept_imposed(

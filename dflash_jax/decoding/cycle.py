@@ -137,8 +137,8 @@ def drafted(
     positions = emitted_at(setup, state)
     ids, draft_logits, draft_law, draft_pages = state.pending[:, None], None, None, state.draft_pages
     lengths, odds, pack = None, None, None
-    if setup.draft is not None:
-        drafter = bind(setup.draft, weights["draft"])
+    if setup.drafting is not None:
+        drafter = bind(setup.drafting, weights["draft"])
         draft_pages = commit_context(drafter, state, draft_table, plans.context, workspaces.context)
         if plans.draft is not None:
             run = Planned(plans.draft, workspaces.draft)
@@ -193,8 +193,8 @@ def drafted(
             # A barrier: what makes proposals would be done once more where they are judged, and not in one launch.
             ids = jax.lax.optimization_barrier(jnp.concatenate([ids, proposals], axis=1))
     # Who verifies without rejection asks for no law.
-    kept = setup.proposals == "rejection" and not setup.greedy
-    block = Block(ids, draft_logits if kept else None, draft_law if kept else None, lengths, odds, pack)
+    kept = (draft_logits, draft_law) if setup.by_law else (None, None)
+    block = Block(ids, *kept, lengths, odds, pack)
     return replace(state, draft_pages=draft_pages), block
 
 
@@ -286,7 +286,7 @@ def judged(
             chosen = sample(logits, positions, state.request, setup.mode, noise)
         judged_rows = None if pack is None else block.lengths
         accepted, tokens = accept_matching(ids[:, 1:], chosen, judged_rows)
-        if logits is not None and setup.proposals == "rejection" and not setup.greedy:
+        if logits is not None and setup.by_law:
             draft_law = block.law
             if block.logits is not None:
                 draft_law = Law(filtered_logits(block.logits, state.request, setup.mode))
@@ -482,7 +482,7 @@ def propose(
         scaled = filtered_logits(logits, state.request, "sampled") / setup.draft_temperature
         return choose(scaled, positions, state.request, setup.mode, noise)
     drafted = filtered_logits(logits, state.request, setup.mode)
-    noisy = drafted + noise_at(state.request.seed, positions, logits.shape[-1], stream=1)
+    noisy = drafted + noise_at(state.request.seed, positions, logits.shape[-1], stream=1, since=positions[:, 0])
     sampling = (state.request.temperature > 0)[:, None, None]
     return jnp.argmax(jnp.where(sampling, noisy, drafted), axis=-1).astype(jnp.int32)
 

@@ -20,7 +20,6 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from dflash_jax.decoding.token_automata import BITS, TokenAutomaton, thoughtful
-from dflash_jax.execution import switches
 
 NO_GRAMMAR = 0
 
@@ -47,7 +46,7 @@ class Grammar:
     @property
     def automaton(self) -> TokenAutomaton | None:
         """The table with the thoughts before it; None where the host has to be asked."""
-        if self.table is None or not switches.GRAMMAR_TABLES:
+        if self.table is None:
             return None
         return self.table if self.closes is None else thoughtful(self.table, self.opens, self.closes, self.inside)
 

@@ -52,7 +52,7 @@ def picker(setup: Setup, positions: Int[Array, "B g"], state: DecodeState, noise
             drawn = noise[:, here] if tokens is None else jnp.take_along_axis(noise[:, here], tokens, axis=-1)
         else:
             logits = filtered_logits(rows, request, setup.mode)
-            drawn = noise_at(request.seed, positions[:, here], columns, stream=1)
+            drawn = noise_at(request.seed, positions[:, here], columns, stream=1, since=positions[:, 0])
         logits = logits.reshape(scores.shape)
         sampling = (request.temperature > 0)[:, None, None, None]
         picked = jnp.argmax(jnp.where(sampling, logits + drawn[:, :, None], logits), axis=-1)

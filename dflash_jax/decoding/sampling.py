@@ -40,19 +40,28 @@ class RequestArrays:
 
 
 def noise_at(
-    seed: UInt32[Array, "B 2"], positions: Int[Array, "B T"], vocab: int, stream: int = 0
+    seed: UInt32[Array, "B 2"],
+    positions: Int[Array, "B T"],
+    vocab: int,
+    stream: int = 0,
+    since: Int[Array, "B"] | None = None,
 ) -> Float[Array, "B T V"]:
     """Standard Gumbel noise of the tokens at `positions`; `stream` separates independent uses of one position.
 
     One hash a token (Threefry-2x32, "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011), whose 64 bits are a uniform number:
     small ones, which the largest noise is made of, have all digits that float32 has.
+
+    Args:
+      since: the first position of a cycle, for noise that another cycle which comes to the same position has none of.
     """
 
-    def key(key_data: Array, position: Array) -> Array:
+    def key(key_data: Array, position: Array, first: Array | None) -> Array:
         found = jax.random.fold_in(jax.random.wrap_key_data(key_data, impl="threefry2x32"), position)
-        return jax.random.key_data(jax.random.fold_in(found, stream))
+        found = jax.random.fold_in(found, stream)
+        return jax.random.key_data(found if first is None else jax.random.fold_in(found, first))
 
-    keys, shape = jax.vmap(jax.vmap(key, (None, 0)))(seed, positions), (*positions.shape, vocab)
+    keys = jax.vmap(jax.vmap(key, (None, 0, None)))(seed, positions, since)
+    shape = (*positions.shape, vocab)
     places = jax.lax.broadcasted_iota(jnp.uint32, shape, 2)
     of_rows = [jax.lax.broadcast_in_dim(keys[..., word], shape, (0, 1)) for word in (0, 1)]
     high, low = threefry2x32_p.bind(*of_rows, places, jnp.zeros_like(places))

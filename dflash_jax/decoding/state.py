@@ -53,7 +53,7 @@ class Setup:
       sampling: whether a request may sample; read in modes from adjusted on, which are greedy without.
       logprobs: whether log-probabilities come back.
       proposals: how a drafter proposes where a request samples: its own logits plus the target's noise, its argmax, or its own
-        sample judged by p/q rejection.
+        sample judged by block verification.
       draft_temperature: divides the drafter's logits before noise is added, on top of the request's temperature.
       draft_window: tokens before a block that the drafter sees, the last ones, in whole pages; None for all.
       form: how a prompt attends where the target's attention is latent.
@@ -121,6 +121,18 @@ class Setup:
     def greedy(self) -> bool:
         """Whether every request takes the greatest of its logits: no noise is drawn and nothing is filtered."""
         return self.mode == "greedy" or not self.sampling
+
+    @property
+    def by_law(self) -> bool:
+        """Whether proposals are judged by the law that they were drawn from."""
+        return self.proposals == "rejection" and not self.greedy
+
+    @property
+    def drafting(self) -> DFlashConfig | None:
+        """The drafter as cycles run it."""
+        if self.draft is None or self.draft.head is None or not self.by_law:
+            return self.draft
+        return replace(self.draft, head=self.draft.head.of_all_tokens())
 
     @property
     def taps(self) -> tuple[int, ...]:

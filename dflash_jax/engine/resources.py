@@ -343,8 +343,8 @@ class Resources:
             else:
                 way_out = ", the model's own: shorten the prompt or lower max_tokens"
             raise CapacityError(
-                f"prompt of {prompt} tokens and max_tokens={wanted} need {prompt + wanted}, max_model_len is {self.max_model_len}"
-                f"{way_out}"
+                f"prompt of {prompt} token{'s' * (prompt != 1)} and max_tokens={wanted} need {prompt + wanted}, max_model_len is "
+                f"{self.max_model_len}{way_out}"
             )
 
     def _check_adjustments(self, request: Request) -> None:

@@ -15,6 +15,7 @@ from dflash_kernels import (
     add_norm_dense,
     add_norm_dense_refusal,
     add_norm_scores,
+    delta_step_dense_refusal,
     dense_parts,
     dense_refusal,
     dense_scores,
@@ -50,12 +51,7 @@ def run_fused_moe(
     stream, normed, streams = x.reshape(rows, -1), normed.reshape(rows, -1), []
     projected: Array | None = None
     for layer, later in zip(layers, (*layers[1:], None), strict=True):
-        mixer, last = layer.mixer, layer.mixer.projections[1]
-        if projected is None:
-            mixed, cache = _mixed(mixer, normed.reshape(x.shape), rotary, attend, cache)
-        else:
-            mixed, cache = mixer.mix(projected.reshape(*x.shape[:-1], -1), rotary, attend, cache)
-        parts = _projected(last, mixed.reshape(rows, -1), meets=ranks is None)
+        parts, cache = _mixed(layer.mixer, normed.reshape(x.shape), projected, exchange, ranks, rotary, attend, cache)
         stream, parts = _fed(layer, parts, stream, exchange, ranks)
         after = norm if later is None else later.input_norm
         projected = None
@@ -80,15 +76,41 @@ def _together(projection: Linear, rows: int, dtype: Any) -> bool:
 
 
 def _mixed(
-    mixer: Mixer, x: Float[Array, "B T D"], rotary: Rotary, attend: Any, cache: Cache
-) -> tuple[Float[Array, "B T ..."], Cache]:
-    """What mixes tokens, from the normed stream on: in one launch up to the write where attention offers that."""
-    whole = getattr(mixer, "mix_rows", None)
-    found = None if whole is None else whole(x, rotary, attend, cache)
-    if found is not None:
-        return found
-    projected = _biased(mixer.projections[0], x.reshape(-1, x.shape[-1]))
-    return mixer.mix(projected.reshape(*x.shape[:-1], -1), rotary, attend, cache)
+    mixer: Mixer,
+    x: Float[Array, "B T D"],
+    projected: Float[Array, "M W"] | None,
+    exchange: Any,
+    ranks: RankExchange | None,
+    rotary: Rotary,
+    attend: Any,
+    cache: Cache,
+) -> tuple[Float[Array, "S M D"], Cache]:
+    """What a mixer adds to the stream, in parts: from `projected` on where that is there, else from the normed stream `x` on."""
+    (first, last), rows, meets = mixer.projections, x.shape[0] * x.shape[1], ranks is None
+    if projected is None:
+        # In one launch up to the write where attention offers that.
+        whole = getattr(mixer, "mix_rows", None)
+        found = None if whole is None else whole(x, rotary, attend, cache)
+        if found is not None:
+            return _projected(last, found[0].reshape(rows, -1), meets=meets), found[1]
+        projected = _biased(first, x.reshape(rows, -1))
+    projected = projected.reshape(*x.shape[:-1], -1)
+    step = getattr(mixer, "step_parts", None)
+    if meets and step is not None and _at_once(last, getattr(mixer, "shape", None), rows, x.dtype):
+        found = step(projected, attend, cache, exchange)
+        if found is not None:
+            return found
+    mixed, cache = mixer.mix(projected, rotary, attend, cache)
+    return _projected(last, mixed.reshape(rows, -1), meets=meets), cache
+
+
+def _at_once(projection: Linear, shape: Any, rows: int, dtype: Any) -> bool:
+    """Whether a gated delta net's step and the projection after it are one launch."""
+    weight = projection.weight[...]
+    plain = projection.bias is None and isinstance(weight, jax.Array) and weight.dtype == dtype and ranks_here() == 1
+    if not switches.STEP_PRODUCT or not plain:
+        return False
+    return delta_step_dense_refusal(rows, dtype, features=weight.shape[0], shape=shape) is None
 
 
 def _biased(layer: Linear, x: Float[Array, "M D"], *, parts: bool = False) -> Float[Array, "... M F"]:

@@ -14,14 +14,16 @@ BIASES = True  # fused runners of layers with biases of queries, keys and values
 WIDE_HEADS = True  # heads wider than 256 are attended to by a kernel
 COLUMN_BLOCKS = True  # matrices stored in blocks of columns
 NARROW_ITEMS = False  # a schedule of parts for pages in eight bits: slower where lengths are alike
-GRAMMAR_TABLES = True  # grammars that are regular are tables on the device
 FOUR_BITS = True  # experts that were released in MXFP4 stay so where a kernel reads them
 FEW = True  # products of a few rows with a bias in one launch
 FUSED_MXFP4 = True  # fused runner of layers with such experts
 NORM_PRODUCT = True  # of one token, a norm and the projection after it as one launch
+STEP_PRODUCT = (
+    False  # of one token, a gated delta net's step and the projection after it as one launch; no GPU has run it
+)
 SPARSE = True  # kernels for an indexer's scores, its choice and attention to it
 RANK_EXCHANGE = True  # GPUs that share a model add up in kernels of the package's own while decoding
-RANK_EXCHANGE_DELTA = False  # also those of gated delta nets, whose texts were not compared on GPUs
+RANK_EXCHANGE_DELTA = True  # also those of gated delta nets
 
 
 def switches() -> dict[str, bool]:

@@ -114,8 +114,8 @@ def check_cache_dtype(config: DecoderConfig, cache_dtype: str | None) -> None:
     rank = getattr(config, "kv_lora_rank", 0)
     if cache_dtype not in (None, *SCALED, "fp8_packed"):
         raise ParameterError(
-            'cache_dtype must be None, "fp8", "fp8_e5m2", "int8", "int8_keys" or "fp8_packed", one for keys and values of all '
-            f"layers, got {cache_dtype!r}"
+            'cache_dtype must be None, "auto", "fp8", "fp8_e5m2", "int8", "int8_keys" or "fp8_packed", one for keys and values of '
+            f"all layers, got {cache_dtype!r}"
         )
     if cache_dtype in (*KEY_SCALED, "fp8_e5m2") and rank:
         raise ParameterError(

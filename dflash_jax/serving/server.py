@@ -2,8 +2,10 @@
 # pyright: reportMissingImports=false
 
 import asyncio
+import errno
 import gc
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -12,12 +14,14 @@ from typing import Any
 
 import uvicorn
 
+from dflash_jax.errors import ParameterError
 from dflash_jax.model import Model
 from dflash_jax.serving.app import Front, ServeOptions, make_app
 
 SWITCH_S = (
     0.0005  # between threads of Python: a cycle takes 3 ms, and its thread must not wait 5 for the one that writes JSON
 )
+BACKLOG = 2048  # connections that wait to be taken, as uvicorn has it
 KEEP_ALIVE_S = 75  # of idle connections: longer than clients' pools keep theirs
 LEAVE_S = 2.0  # for streams to write their last chunk once they were ended
 POLL_S = 0.05
@@ -33,7 +37,8 @@ class _Uvicorn(uvicorn.Server):
 
 def serve(
     load: Callable[[], Model], options: ServeOptions, *, host: str, port: int, shutdown_timeout: float = 30.0,
-    root_path: str = "", access_log: bool = False, ready: Callable[[Model], None] = lambda _: None,
+    root_path: str = "", access_log: bool = False, opened: Callable[[int], None] = lambda _: None,
+    ready: Callable[[Model], None] = lambda _: None,
 ) -> None:  # fmt: skip
     """Serves until SIGTERM or SIGINT: no request is taken then, those that run have `shutdown_timeout` seconds, and a second signal
     ends them at once. What there is once the model is loaded is no garbage until the server ends: to look through it, as Python's
@@ -41,28 +46,75 @@ def serve(
 
     Args:
       load: gives the model; called in a thread, while the port is open and answers that it is loading.
+      port: 0 takes one that is free.
+      opened: called with the port's number once it is open, before anything is loaded.
       ready: called with the model once it is served.
 
     Raises:
+      ParameterError: nothing can listen at this host and port.
       DFlashError, OSError: the model cannot be loaded; whatever `load` raises.
     """
+    places = open_port(host, port)
+    opened(places[0].getsockname()[1])
     before = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_S)
     try:
-        asyncio.run(_serve(load, options, host, port, shutdown_timeout, root_path, access_log, ready))
+        asyncio.run(_serve(load, options, places, shutdown_timeout, root_path, access_log, ready))
     finally:
         sys.setswitchinterval(before)
         gc.unfreeze()
+        for place in places:
+            place.close()
+
+
+def open_port(host: str, port: int) -> list[socket.socket]:
+    """Sockets at every address that `host` is a name of, as localhost is of two where there is IPv6.
+
+    Raises:
+      ParameterError: no address can be listened at, with the reasons.
+    """
+    places: list[socket.socket] = []
+    without: list[OSError] = []
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, address in dict.fromkeys((one[0], str(one[4][0])) for one in found):
+            # A port that was any free one is the same at all addresses.
+            number = places[0].getsockname()[1] if places else port
+            try:
+                places.append(socket.create_server((address, number), family=family, backlog=BACKLOG))
+            except OSError as error:
+                if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                    raise
+                without.append(error)  # a name of two addresses, of which this machine has one
+        if not places:
+            raise without[0]
+    except (OSError, OverflowError, UnicodeError) as error:
+        for place in places:
+            place.close()
+        raise ParameterError(f"the server cannot listen at {host!r}, port {port}: {_reason(error)}") from None
+    return places
+
+
+def _reason(error: Exception) -> str:
+    """What is wrong with an address, and what to do."""
+    if isinstance(error, OverflowError):
+        return "ports end at 65535"
+    if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
+        return "another process has this port, name another one (--port)"
+    if isinstance(error, OSError) and error.errno == errno.EACCES:
+        return "the port is kept for the system, name one from 1024 on (--port)"
+    told = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return f"{told.rstrip('.')}: name an address of this machine (--host)"
 
 
 async def _serve(
-    load: Callable[[], Model], options: ServeOptions, host: str, port: int, timeout: float, root_path: str,
+    load: Callable[[], Model], options: ServeOptions, places: list[socket.socket], timeout: float, root_path: str,
     access_log: bool, ready: Callable[[Model], None],
 ) -> None:  # fmt: skip
     app = make_app(None, options)
     server = _Uvicorn(
         uvicorn.Config(
-            app, host=host, port=port, log_level="info" if access_log else "warning", access_log=access_log,
+            app, log_level="info" if access_log else "warning", access_log=access_log,
             timeout_keep_alive=KEEP_ALIVE_S, root_path=root_path, timeout_graceful_shutdown=int(LEAVE_S) + 1, lifespan="off",
         )
     )  # fmt: skip
@@ -73,7 +125,7 @@ async def _serve(
     begin = asyncio.create_task(_load(load, app.front, ready, failed))
     watch = asyncio.create_task(_drain(app.front, server, asked, timeout, begin))
     try:
-        await server.serve()
+        await server.serve(sockets=places)
     finally:
         for task in (begin, watch):
             task.cancel()

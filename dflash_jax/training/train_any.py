@@ -26,7 +26,7 @@ from dflash_jax.training.fit_settings import FitSettings, drafter_config
 from dflash_jax.training.kinds import kind_keys, title
 from dflash_jax.training.optimizer import Params, half
 from dflash_jax.training.regenerate import regenerated
-from dflash_jax.training.stages import Clock
+from dflash_jax.training.stages import Clock, latest
 
 _HELD_OUT_SHARE, _MOST_HELD_OUT = 20, 32
 # What a run that goes on may have otherwise.
@@ -118,7 +118,7 @@ def train_any(task: Task, clock: Clock, advance: Callable[[int, Mapping[str, flo
 
 
 def _remember(task: Task) -> None:
-    """Keeps the task beside its checkpoints. Raises ParameterError where another one's lie there."""
+    """Keeps the task beside its checkpoints. Raises ParameterError where another one's answers or checkpoints lie there."""
     path = task.work / "task.json"
     ours = json.loads(json.dumps(dataclasses.asdict(task), default=str))
     ours = {name: value for name, value in ours.items() if name not in _FREE}
@@ -126,12 +126,14 @@ def _remember(task: Task) -> None:
         theirs = json.loads(path.read_text())
         ours_flat, theirs_flat = ({**one, **one["settings"]} for one in (ours, theirs))
         differ = sorted(name for name in ours_flat if name != "settings" and ours_flat[name] != theirs_flat.get(name))
-        if differ:
+        begun = latest(task.work / "drafter") is not None or any((task.work / "answers").glob("*.json"))
+        if differ and begun:
             shown = ", ".join(f"{name} {theirs_flat.get(name)!r:.40}, now {ours_flat[name]!r:.40}" for name in differ)
             raise ParameterError(
                 f"{task.work} holds a run with other settings ({shown}): name another work folder, or repeat them"
             )
-        return
+        if not differ:
+            return
     task.work.mkdir(parents=True, exist_ok=True)
     with written_whole(path) as scratch:
         scratch.write_text(json.dumps(ours, indent=1))

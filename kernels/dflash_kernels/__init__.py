@@ -99,7 +99,14 @@ from dflash_kernels.ranks.api import (
     rank_exchange_refusal,
     row_exchange,
 )
-from dflash_kernels.recurrent.delta_rule.api import delta_fold, delta_prefill, delta_step, delta_verify
+from dflash_kernels.recurrent.delta_rule.api import (
+    delta_fold,
+    delta_prefill,
+    delta_step,
+    delta_step_dense,
+    delta_step_dense_refusal,
+    delta_verify,
+)
 from dflash_kernels.recurrent.delta_rule.inputs import DeltaFactors, DeltaShape, DeltaState, DeltaWeights
 from dflash_kernels.sampling.api import filtered_choice
 from dflash_kernels.sampling.reference import filter_logits, scaled_logits
@@ -146,6 +153,8 @@ __all__ = [
     "delta_fold",
     "delta_prefill",
     "delta_step",
+    "delta_step_dense",
+    "delta_step_dense_refusal",
     "delta_verify",
     "dense",
     "dense_best",

@@ -10,7 +10,6 @@ from dflash_jax.attention.context_parallel import (
     combine_ranks,
     limits_on_rank,
     local_lens,
-    local_slot,
     most_queries,
     visible_on_rank,
 )
@@ -20,6 +19,7 @@ from dflash_jax.attention.standalone.mla_metadata import ContextChunks, plan_con
 from dflash_jax.attention.standalone.mla_packed import packed_prefill
 
 from .latent_layer import make_batch
+from .token_places import local_slot
 
 LENGTHS = np.arange(41)
 SPREADS = pytest.mark.parametrize(("ranks", "interleave"), [(2, 1), (4, 1), (8, 1), (2, 16), (4, 3), (8, 16)])

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 from dflash_kernels import merge_states, paged_attention, ragged_attention
 
-from dflash_jax.attention.context_parallel import combine_ranks, local_lens, local_slot
+from dflash_jax.attention.context_parallel import combine_ranks, local_lens
 
 from ..kernels.attention_oracle import make_case, oracle
+from .token_places import local_slot
 
 PAGE, T = 4, 3
 LENGTHS = np.arange(41)

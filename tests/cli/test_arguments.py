@@ -1,5 +1,8 @@
 """Arguments of every command: what was probably meant, under the usage line of the command that was called, and paths."""
 
+import subprocess
+import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -42,6 +45,28 @@ def test_the_option_of_a_conversion_that_was_meant(arguments, said, capsys):
     error = refused(build_convert_parser().parse_args, arguments, capsys)
     assert error.startswith("usage: dflash-convert ")
     assert said in error
+
+
+def test_usage_that_fills_a_screen_is_not_in_the_way_of_an_error(capsys):
+    error = refused(build_parser().parse_args, ["generate", "hi", "--max-tokens", "few"], capsys)
+    first, second, last = error.splitlines()
+    assert first == "usage: dflash-jax generate [OPTION ...] PROMPT [PROMPT ...]"
+    assert second.strip() == "dflash-jax generate --help tells the options"
+    assert last == "dflash-jax generate: error: argument --max-tokens: invalid int value: 'few'"
+
+
+def test_info_takes_its_model_by_place_or_by_name(capsys):
+    parse = build_parser().parse_args
+    assert parse(["info"]).model is None
+    assert parse(["info", "folder"]).model == parse(["info", "--model", "folder"]).model == "folder"
+    assert "not allowed with" in refused(parse, ["info", "folder", "--model", "other"], capsys)
+
+
+@pytest.mark.parametrize("package", ["dflash_jax", "dflash_convert"])
+def test_packages_are_commands_too(package):
+    """As `python -m` calls them, with the version that both print."""
+    done = subprocess.run([sys.executable, "-m", package, "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"{version('dflash-jax')}\n"
 
 
 def test_words_that_are_like_nothing_get_no_hint(capsys):

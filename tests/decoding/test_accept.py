@@ -89,7 +89,11 @@ def test_rejection_of_laws_without_a_common_token() -> None:
 
 def test_a_refusal_by_rounding_alone_emits_what_the_target_allows(monkeypatch) -> None:
     """A uniform number that rounds to 1 refuses a proposal that p and q find equally likely: nothing is left of p - q then."""
-    monkeypatch.setattr(accept, "noise_at", lambda *args, stream: noise_at(*args, stream) + 100 * (stream == 2))
+
+    def noise(*args, stream, since):
+        return noise_at(*args, stream, since) + 100 * (stream == 2)
+
+    monkeypatch.setattr(accept, "noise_at", noise)
     law = jnp.full((B, G + 1, VOCAB), 0.0).at[:, :, :2].set(-jnp.inf)
     accepted, tokens = rejection(jnp.full((B, G), 2, jnp.int32), law[:, :G], law)
     assert (np.asarray(accepted) == 0).all()

@@ -132,7 +132,7 @@ def test_no_layer_and_no_side_is_left_out(wanted) -> None:
     # The function itself: in test runs a shape checker around it would speak first.
     with pytest.raises(
         ParameterError,
-        match='must be None, "fp8", "fp8_e5m2", "int8", "int8_keys" or "fp8_packed", one for keys and values of all layers',
+        match='must be None, "auto", "fp8", "fp8_e5m2", "int8", "int8_keys" or "fp8_packed", one for keys and values of all layers',
     ):
         inspect.unwrap(check_cache_dtype)(target_config(), wanted)
 

@@ -78,7 +78,7 @@ def test_neutral_keys_change_nothing() -> None:
 )
 @pytest.mark.parametrize("read", [target, draft], ids=["target", "draft"])
 def test_a_missing_key_is_named(read: Any, key: str) -> None:
-    with pytest.raises(ConfigError, match=f"{key} must be an integer of at least 1, got None"):
+    with pytest.raises(ConfigError, match=f"{key} must be an integer of at least 1, got nothing: the key is missing"):
         read(**{key: REMOVE, "layer_types": REMOVE})
 
 

@@ -113,7 +113,11 @@ def test_a_block_proposes_one_token_less_than_it_has_slots_unless_the_anchor_pre
 @pytest.mark.parametrize(
     ("changes", "nested", "message"),
     [
-        ({}, {"mask_token_id": REMOVE}, "mask_token_id must be an integer of at least 0, got None"),
+        (
+            {},
+            {"mask_token_id": REMOVE},
+            "mask_token_id must be an integer of at least 0, got nothing: the key is missing",
+        ),
         ({}, {"mask_token_id": -1}, "mask_token_id must be an integer of at least 0, got -1"),
         ({"num_target_layers": REMOVE}, {"target_layer_ids": REMOVE}, "target_layer_ids is missing"),
         ({}, {"target_layer_ids": []}, "target_layer_ids must be integers of at least -1"),

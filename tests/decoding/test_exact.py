@@ -190,15 +190,15 @@ def test_what_was_given_out_is_left_out():
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"verify_length": "auto"}, "verify_length='auto' chooses the shape"),
-        ({"verify_length": "per_request"}, "verify_length='per_request' chooses the shape"),
+        ({"verify_length": "auto"}, "verify_length='auto', which chooses the shape"),
+        ({"verify_length": "per_request"}, "verify_length='per_request', which chooses the shape"),
         ({"proposals": "rejection"}, "draws tokens from what the drafter proposed"),
         (
             {"weight_dtype": "fp8_dynamic", "attention_output": "fp8"},
-            "attention_output='fp8' rounds what attention gives",
+            "attention_output='fp8', which rounds what attention gives",
         ),
         ({"cache_dtype": "fp8", "cache_scales": "traffic"}, "finds scales on the prompts that come first"),
-        ({"tp": 2, "decode_context_parallel_size": 2}, "decode_context_parallel_size=2 joins what several GPUs"),
+        ({"tp": 2, "decode_context_parallel_size": 2}, "decode_context_parallel_size=2, which joins what several GPUs"),
         ({"exact": "yes"}, "exact must be True or False"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,

@@ -5,6 +5,7 @@ some tokens alone, or over a vocabulary of the drafter's own. That the tests can
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -31,7 +32,7 @@ from dflash_jax.models.heads import (
     head_parameters,
 )
 
-from ..random_pair import target_config
+from ..random_pair import draft_config, target_config
 from .chi_square import count, p_value
 from .test_sampling_law import (
     BAD,
@@ -151,3 +152,17 @@ def of_the_place_before(law: Law, block: Block) -> Law:
 def test_wrong_laws_are_noticed(name: str, wrong: Wrong) -> None:
     text, _ = emitted(name, PLAIN, wrong)
     assert p_value(count(text, VOCAB), joint_law(PLAIN)) < BAD
+
+
+def test_a_head_that_is_judged_by_its_law_draws_from_all_tokens() -> None:
+    few, selector = MarkovConfig(rank=3, top_k=4, form="gated"), SelectorConfig(rank=3, top_k=3)
+    setup = Setup(target_config(), draft_config(head=few), mode="sampled", proposals="rejection")
+    assert setup.drafting.head == MarkovConfig(rank=3, form="gated")
+    for other in (
+        {"mode": "greedy"},
+        {"proposals": "shared_noise"},
+        {"draft": draft_config(head=selector)},
+        {"draft": None},
+    ):
+        same = replace(setup, **other)
+        assert same.drafting == same.draft

@@ -148,7 +148,7 @@ def test_wrong_roles_and_options(tmp_path, target):
     with pytest.raises(dj.CheckpointError):
         dj.load(tmp_path / "nothing")
     resolve = inspect.unwrap(resolve_source)  # the test run checks annotations first
-    with pytest.raises(dj.CheckpointError, match="5:\n  - is a int; give a folder"):
+    with pytest.raises(dj.CheckpointError, match="5:\n  - is of type int; give a folder"):
         resolve(5)
 
 

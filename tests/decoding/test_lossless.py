@@ -100,6 +100,18 @@ def test_other_proposals(make_pair, make_prompts, proposals):
     assert all(drafted[i] == plain[i] for i in kept)
 
 
+def test_rejection_of_a_seed_is_the_same_alone_and_in_a_batch(make_pair, make_prompts):
+    """What stands depends on a request's own noise, cycle by cycle."""
+    pair = make_pair(edit=spread_embedding, proposals="rejection")
+    params = SamplingParams(max_tokens=40, temperature=1.0, seed=3)
+    prompts = make_prompts(LENGTHS[:4])
+    together, counts, _ = pair.run(prompts, params)
+    assert together == [pair.run([prompt], params)[0][0] for prompt in prompts]
+    lengths = np.concatenate(counts)
+    assert lengths.mean() > 1.5
+    assert {1, 2, 3} <= set(lengths.tolist())
+
+
 @pytest.mark.few
 @pytest.mark.parametrize(
     "changes",

@@ -235,8 +235,11 @@ def test_padding_is_no_stop_id() -> None:
     assert is_stop(tokens, stop_ids).tolist() == [[True, False, False], [False, False, False]]
 
 
-def noise(seed: list[list[int]], positions: list[list[int]], vocab: int = 50, stream: int = 0) -> np.ndarray:
-    return np.asarray(noise_at(jnp.array(seed, jnp.uint32), jnp.array(positions, jnp.int32), vocab, stream))
+def noise(
+    seed: list[list[int]], positions: list[list[int]], vocab: int = 50, stream: int = 0, since: int | None = None
+) -> np.ndarray:
+    first = None if since is None else jnp.full(len(seed), since, jnp.int32)
+    return np.asarray(noise_at(jnp.array(seed, jnp.uint32), jnp.array(positions, jnp.int32), vocab, stream, first))
 
 
 def test_noise_belongs_to_seed_and_position() -> None:
@@ -258,6 +261,8 @@ def test_other_seeds_positions_and_streams_are_unrelated() -> None:
         "stream 1": noise([[0, 7]], [[5]], 20_000, stream=1),
         "stream 2": noise([[0, 7]], [[5]], 20_000, stream=2),
         "stream 3": noise([[0, 7]], [[5]], 20_000, stream=3),
+        "cycle": noise([[0, 7]], [[5]], 20_000, since=5),
+        "another cycle": noise([[0, 7]], [[5]], 20_000, since=4),
     }
     table = np.stack([base, *(other[0, 0] for other in others.values())])
     correlation = np.corrcoef(table) - np.eye(len(table))

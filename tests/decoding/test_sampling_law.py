@@ -16,6 +16,7 @@ import pytest
 
 from dflash_jax.cache import Pages
 from dflash_jax.config import Qwen3Config
+from dflash_jax.decoding import accept, cycle
 from dflash_jax.decoding.accept import accept_matching, accept_rejection
 from dflash_jax.decoding.cycle import propose
 from dflash_jax.decoding.sampling import RequestArrays, choose, filtered_logits, noise_at
@@ -294,3 +295,10 @@ def cut_by_the_drawn_token(proposals, chosen, drafted, logits, positions, reques
 )
 def test_wrong_acceptors_are_noticed(proposals: str, acceptor: Acceptor) -> None:
     assert judge(acceptor, proposals, PLAIN)[0] < BAD
+
+
+def test_noise_that_another_cycle_had_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stands depends on the noise of places behind it, so the next cycle finds a part of it used up."""
+    for module in (accept, cycle):
+        monkeypatch.setattr(module, "noise_at", lambda *args, stream=0, since=None: noise_at(*args, stream))
+    assert judge(rejection, "rejection", PLAIN)[0] < BAD

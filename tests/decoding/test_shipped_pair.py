@@ -78,6 +78,17 @@ def test_sampled_text_is_the_seeds_own(model, prompts):
     assert np.concatenate([row.acceptance_lengths for row in drafted]).mean() > 1.3
 
 
+@pytest.mark.few
+def test_more_of_the_drafters_own_samples_stand_than_of_shared_noise(model, prompts):
+    params = [dj.SamplingParams(max_tokens=64, temperature=1.0, seed=i, ignore_eos=True) for i in range(len(prompts))]
+    drawing = dj.load(dtype="float32", max_batch=model.engine.max_batch, max_model_len=256, proposals="rejection")
+    gained = [
+        np.concatenate([row.acceptance_lengths for row in dj.generate(one, prompts, params)]).mean()
+        for one in (drawing, model)
+    ]
+    assert gained[0] > gained[1] + 0.3
+
+
 def test_stream_is_generate_in_pieces(model, prompts):
     params = dj.SamplingParams(max_tokens=80, stop=("\n\n\n", "return None"))
     whole = dj.generate(model, prompts[:5], params)

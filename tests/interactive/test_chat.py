@@ -89,16 +89,17 @@ def test_the_terminal_answers_and_obeys(terminal_of, chat, capsys):
     first, other = told(chat, "def f("), told(chat, "/x\ny", temperature=1.0, seed=3)
     lines = (
         "/stats", "def f(", "/stats", "/reset", "/set temperature=1", "/set seed=3", "/set", "//x\\", "y", "/undo", "/undo",
-        "/system", "/set colour=1", "/set top_p=7", "/nothing", "/help", "/stats on", "/exit", "not read",
+        "/system", "/set colour=1", "/set top_p=7", "/set top_p 0.5", "/nothing", "/help", "/stats on", "/exit", "not read",
     )  # fmt: skip
     assert terminal_of(*lines, options=["--system", "s"]) == 0
     out, err = capsys.readouterr()
     assert out == f"{first}\n{other}\n"
-    assert err.index("nothing was answered") < err.index("tokens per cycle:") < err.index("1 answers: ")
+    assert err.index("nothing was answered") < err.index("tokens per cycle:") < err.index("1 answer: ")
     assert "temperature=1" in err
     assert "nothing was said" in err
     assert "asks for no colour" in err
     assert "top_p must be" in err
+    assert "expected NAME=VALUE, such as enable_thinking=false, got 'top_p 0.5'" in err
     assert "there is no /nothing" in err
     assert "Ctrl-D" in err
 
@@ -139,6 +140,8 @@ def test_files_that_are_no_session_and_wrong_options_end_before_loading(terminal
         file.write_text(text)
         assert terminal_of(options=["--session", str(file)]) == 2
         assert "is not the file of a conversation" in capsys.readouterr().err
+    assert terminal_of(options=["--session", str(tmp_path / "none" / "talk.json")]) == 2
+    assert "there is no folder for" in capsys.readouterr().err
     assert terminal_of(options=["--top-p", "7"]) == 2
     session = Session(params={"logit_bias": [[3, 1.5]], "stop": ["x"]})
     assert session.sampling().logit_bias == ((3, 1.5),)

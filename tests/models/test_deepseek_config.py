@@ -168,7 +168,7 @@ def test_absent_keys_mean_what_transformers_takes_for_them() -> None:
         ({"hidden_act": "gelu"}, "hidden_act must be silu, got 'gelu'"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantised .'fp8'.*publisher's tool"),
         ({"rope_scaling": {"type": "mrope"}}, "rope_type must be"),
-        ({"kv_lora_rank": None}, "kv_lora_rank must be an integer of at least 1, got None"),
+        ({"kv_lora_rank": None}, "kv_lora_rank must be an integer of at least 1, got nothing: the key is missing"),
     ],
 )
 def test_what_is_refused(changes: dict[str, Any], message: str) -> None:

@@ -2,7 +2,10 @@
 
 import json
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
+
+from dflash_jax.decoding import cycle
 
 
 def test_rows_count_the_texts_that_are_equal(script, monkeypatch, tmp_path):
@@ -35,3 +38,26 @@ def test_rows_count_the_texts_that_are_equal(script, monkeypatch, tmp_path):
     unequal = [case for case, row in rows.items() if row["value"] < 2]
     assert unequal == [f"shipped pair, {batch} slots, sampled: alone" for batch in (1, 8)]
     assert {row["command"] for row in rows.values()} == {"python benchmarks/exact.py --batch 1 8 --texts 2"}
+
+
+def test_proposals_that_are_known_stand(script, monkeypatch, tmp_path):
+    """Of a small target all texts are equal, and all but every seventh proposal stands."""
+    shapes = script("exact_shapes")
+    family, whole = shapes.MODELS["qwen3-4b"]
+    small = replace(
+        whole, vocab_size=300, hidden_size=64, intermediate_size=96, num_heads=4, num_kv_heads=2, head_dim=32
+    )
+    monkeypatch.setattr(shapes, "MODELS", {"qwen3-4b": (family, small)})
+    monkeypatch.setattr(shapes, "LAWS", {"greedy": {}})
+    monkeypatch.setattr(
+        sys, "argv", ["exact_shapes.py", "--texts=4", "--layers=2", "--out", str(tmp_path), "--commit=abc"]
+    )
+    for name in ("commit_context", "best_proposals", "propose"):
+        monkeypatch.setattr(cycle, name, getattr(cycle, name))
+    shapes.main()
+    rows = {
+        row["case"].rpartition("greedy")[2]: row for row in json.loads((tmp_path / "exact_shapes.json").read_text())
+    }
+    counts = [row["value"] for row in rows.values() if row["unit"] == "of 4"]
+    assert counts == [4] * 4
+    assert 5 < rows[""]["value"] <= 7

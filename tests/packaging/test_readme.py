@@ -131,6 +131,30 @@ def test_files_named_exist(path):
     assert [str(name) for name in sorted(linked | quoted) if not name.exists()] == []
 
 
+def anchors(text: str) -> set[str]:
+    """What headings of a document are linked to by, as GitHub makes it of them."""
+    headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+    plain = [re.sub(r"\]\([^)]*\)|[`*\[]", "", heading).strip().lower() for heading in headings]
+    return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in plain}
+
+
+@pytest.mark.parametrize("path", DOCS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_headings_named_exist(path):
+    """Of documents here, by links and, in notebooks, by the name of a heading."""
+    text = path.read_text(encoding="utf-8")
+    linked = [
+        (path.parent / file if file else path, at) for file, at in re.findall(r"\]\(([^)#\s:]*)#([\w-]+)\)", text)
+    ]
+    assert [f"{file}#{at}" for file, at in linked if at not in anchors(file.read_text(encoding="utf-8"))] == []
+
+
+def test_notebooks_name_headings_of_the_readme():
+    texts = [path.read_text(encoding="utf-8") for path in (ROOT / "notebooks").glob("*.ipynb")]
+    named = {heading for text in texts for heading in re.findall(r'README under \\"(.*?)\\"', text)}
+    assert named
+    assert {heading.lower().replace(" ", "-") for heading in named} <= anchors(TEXT)
+
+
 def test_readme_leads_to_every_document():
     linked = set(re.findall(r"\]\((docs/\w+\.md)\)", TEXT))
     assert linked == {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")}

@@ -155,6 +155,6 @@ def _folder(name: str) -> str:
 
 
 def test_the_top_of_the_package_is_seen_at_once():
-    """Files and folders of `dflash_jax`, without `__init__.py`, `py.typed` and what Python itself leaves there."""
-    top = {path.name for path in PACKAGES[0].iterdir()} - {"__init__.py", "py.typed", "__pycache__"}
+    """Files and folders of `dflash_jax`, without `py.typed`, files that Python looks for by name, and what it leaves there."""
+    top = {path.name for path in PACKAGES[0].iterdir()} - {"__init__.py", "__main__.py", "py.typed", "__pycache__"}
     assert len(top) <= 24, f"find a room for one of them: {', '.join(sorted(top))}"

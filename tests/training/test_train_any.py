@@ -179,3 +179,14 @@ def test_a_drafter_is_trained_in_two_parts_and_loads(tmp_path, capsys):
     assert "holds a run with other settings" in said
     assert "it is a drafter" in said
     assert "has no answer: add --regenerate" in said
+
+
+def test_a_run_that_never_began_binds_nobody(tmp_path, capsys):
+    """A file that is not there, a wrong number: the corrected command is taken, in the same work folder."""
+    out, data = tmp_path / "drafter", tmp_path / "data.jsonl"
+    words = ["train", "--data", str(data), "--output", str(out), *SMALL]
+    assert main(words) == 4
+    assert "cannot be read" in capsys.readouterr().err
+    data.write_text("".join(json.dumps({"text": f"def f{i}(x):\n    return x + {i}\n"}) + "\n" for i in range(3)))
+    assert main([*words, "--steps", "7", "--evaluation-tokens", "0"]) == 0
+    assert json.loads((tmp_path / "drafter.work" / "task.json").read_text())["settings"]["steps"] == 7

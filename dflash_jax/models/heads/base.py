@@ -126,6 +126,13 @@ class HeadConfig:
         """Base logits of a place that the head reads, the best ones; 0 where it reads all."""
         return 0
 
+    def of_all_tokens(self) -> "HeadConfig":
+        """The same head where what its proposals were drawn from decides how many stand; itself where candidates are a part of it.
+
+        Candidates by base logits alone are few of what a place's law says after the token that was drawn before it.
+        """
+        return self
+
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "HeadConfig":
         """From its fields by name. Raises ConfigError where they are others."""

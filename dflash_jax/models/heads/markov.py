@@ -6,11 +6,12 @@
 
 Places go one after the other, each through all rows of W2, or through those of its best candidates by U alone (`top_k`). Where
 these are few, and one token before is all that counts, the scores of all pairs come from one product, as a selector's do, and the
-walk only follows them. A head may come with another one that estimates whether a place's proposal will stand.
+walk only follows them. Where proposals are judged by the law that they are drawn from, it is that of all rows. A head may come with
+another one that estimates whether a place's proposal will stand.
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
@@ -58,6 +59,10 @@ class MarkovConfig(HeadConfig):
     def regards(self) -> int:
         """See `HeadConfig`."""
         return self.top_k
+
+    def of_all_tokens(self) -> "MarkovConfig":
+        """See `HeadConfig`."""
+        return replace(self, top_k=0)
 
 
 def read_markov(source: Source, names: Collection[str], sizes: Sizes) -> MarkovConfig | None:

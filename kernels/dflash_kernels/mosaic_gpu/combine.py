@@ -549,7 +549,7 @@ def combine_cluster(part, lse, target, *, rows: int, parts: int) -> None:
     at_once = 128 // threads
     rank = utils.inline_ptx("mov.u32 $0, %cluster_ctarank;", result_types=i32)
     column, held, held_lse, base = th.rem(thread, threads), th.address(part, 3), th.address(lse, 3), th.address(target)
-    _cluster_barrier()
+    th.cluster_barrier()
     zero, one, lowest = (utils.c(value, f32) for value in (0.0, 1.0, -math.inf))
     # CTAs take turns, so that few rows are everybody's and nobody has more steps than it must.
     for step in range(0, rows, parts * at_once):
@@ -576,12 +576,7 @@ def combine_cluster(part, lse, target, *, rows: int, parts: int) -> None:
         address = th.add(base, th.mul(th.widen_index(th.add(of_row, th.mul(column, 4))), 2))
         low, high = (vector.extract(rounded, [], [i]) for i in range(2))
         th.when(th.below(row, rows), "st.global.v2.b32 [$0], {$1, $2};", address, low, high)
-    _cluster_barrier()
-
-
-def _cluster_barrier() -> None:
-    for ptx in ("barrier.cluster.arrive.release.aligned;", "barrier.cluster.wait.acquire.aligned;"):
-        utils.inline_ptx(ptx, has_side_effects=True, convergent=True)
+    th.cluster_barrier()
 
 
 def _load_peer(address, rank: int, count: int):
@@ -613,7 +608,7 @@ def swap_with_peer(tile, top, total, memory):
         place = th.add(there, 128 * 4 * start)
         four = flat[start : start + 4]
         utils.inline_ptx("st.shared::cluster.v4.f32 [$0], {$1, $2, $3, $4};", place, *four, has_side_effects=True)
-    _cluster_barrier()
+    th.cluster_barrier()
     found = []
     for start in range(0, len(flat), 4):
         found += th.load(th.add(own, 128 * 4 * start), 4, op="ld.shared", kind="f32")
@@ -671,7 +666,7 @@ def add_given(tile, memory, taken):
 @thread_op()
 def await_cluster() -> None:
     """All threads of the cluster's CTAs wait for each other."""
-    _cluster_barrier()
+    th.cluster_barrier()
 
 
 def _at_peer(address):

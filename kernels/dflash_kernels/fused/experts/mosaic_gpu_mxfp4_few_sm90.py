@@ -20,7 +20,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from dflash_kernels.core.mxfp4 import PIECE, PIECES, SHIFT, TILE
 from dflash_kernels.fused.experts.plan_mxfp4 import KEPT, Mxfp4Plan
 from dflash_kernels.fused.experts.routing_sm90 import sort_entries
-from dflash_kernels.fused.experts.rows_sm90 import announce_tile, await_group, load_rows, store_out
+from dflash_kernels.fused.experts.rows_sm90 import load_rows, store_out
+from dflash_kernels.mosaic_gpu.counters import announce, await_announced_by
 from dflash_kernels.mosaic_gpu.layouts import TILED, rows_of
 from dflash_kernels.mosaic_gpu.mxfp4 import add_kept, keep, store_gated, widened
 from dflash_kernels.mosaic_gpu.pipeline import Ring, arrive_by_warps, div, rem
@@ -306,7 +307,7 @@ def _load(cta: Cta, stage: str, group: Any, turn: Any) -> None:
         begin, end = cta.items(stage)
         count = cta.of_group(stage)
         own = jnp.minimum(end, (group + 1) * count) - jnp.maximum(begin, group * count)
-        await_group(cta.refs["ready"], group, own, given=cta.plan.gated_tiles, taken=count)
+        await_announced_by(cta.refs["ready"], group, own, given=cta.plan.gated_tiles, taken=count)
     source, place = cta.refs["x" if stage == GATED else "inner"], rem(turn, 2)
     target = cta.buffers["rows"].at[place]
     load_rows(source, target, cta.buffers["sorted"], first, live, top_k=cta.plan.top_k if stage == GATED else 0)
@@ -321,7 +322,7 @@ def _epilogue(cta: Cta, product: Any, item: Item) -> None:
         where = (expert * plan.gated_tiles + tile, tile * (TILE // 2), first, live)
         store_gated(refs["inner"], product, refs["gate_up_bias"], *where, alpha=plan.gate.alpha, limit=plan.gate.limit)
         if "ready" in refs:
-            announce_tile(refs["ready"], item.group)
+            announce(refs["ready"], item.group)
         return
     feature, out = tile * TILE, refs["out"].at[item.part]
     bias = refs["down_bias"].at[pl.ds(expert * plan.hidden + feature, TILE)]

@@ -27,7 +27,8 @@ from dflash_kernels.core.mxfp4 import PIECE, PIECES, SHIFT, TILE
 from dflash_kernels.fused.experts import mosaic_gpu_mxfp4_few_sm90 as few
 from dflash_kernels.fused.experts.plan_mxfp4 import Mxfp4Plan
 from dflash_kernels.fused.experts.routing_sm90 import sort_entries
-from dflash_kernels.fused.experts.rows_sm90 import announce_tile, await_tiles, gather_rows, store_out
+from dflash_kernels.fused.experts.rows_sm90 import gather_rows, store_out
+from dflash_kernels.mosaic_gpu.counters import announce, await_announced
 from dflash_kernels.mosaic_gpu.layouts import TILED, rows_of
 from dflash_kernels.mosaic_gpu.mxfp4 import add_kept, keep, store_gated, widened
 from dflash_kernels.mosaic_gpu.pipeline import Ring, div, rem
@@ -225,7 +226,7 @@ def produce_activations(cta: Cta) -> None:
         _, first, live = cta.group(group)
         source, count, width = cta.refs["x" if stage == GATED else "inner"], cta.steps(stage), plan.consumers * TILE
         if stage == DOWN and "ready" in cta.refs:
-            await_tiles(cta.refs["ready"], group, given=plan.gated_tiles, taken=plan.down_tiles * plan.parts)
+            await_announced(cta.refs["ready"], group, given=plan.gated_tiles, taken=plan.down_tiles * plan.parts)
 
         def fill(step: Any, _: None) -> None:
             place = ring.stage(before + step)
@@ -303,7 +304,7 @@ def _epilogue(cta: Cta, product: Any, stage: str, group: Any, tile: Any, part: A
             limit=cta.plan.gate.limit,
         )
         if "ready" in cta.refs:
-            announce_tile(cta.refs["ready"], group)
+            announce(cta.refs["ready"], group)
         return
     feature, out = tile * TILE, cta.refs["out"].at[part]
     bias = cta.refs["down_bias"].at[pl.ds(expert * cta.plan.hidden + feature, TILE)]

@@ -23,8 +23,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dflash_kernels.fused.experts.plan import BLOCK, ROWS, UNIT, Plan
 from dflash_kernels.fused.experts.routing_sm90 import sort_entries
-from dflash_kernels.fused.experts.rows_sm90 import announce_tile, await_tiles, gather_rows, store_out
+from dflash_kernels.fused.experts.rows_sm90 import gather_rows, store_out
 from dflash_kernels.mosaic_gpu import ptx as th
+from dflash_kernels.mosaic_gpu.counters import announce, await_announced
 from dflash_kernels.mosaic_gpu.layouts import TILED
 from dflash_kernels.mosaic_gpu.pipeline import Ring, div, rem
 from dflash_kernels.mosaic_gpu.softmax import sigmoid
@@ -226,7 +227,7 @@ def produce_activations(cta: Cta) -> None:
         _, first, live = cta.group(group)
         source = cta.refs["x" if stage == GATED else "inner"]
         if stage == DOWN and "ready" in cta.refs:
-            await_tiles(cta.refs["ready"], group, given=plan.gated_tiles, taken=plan.down_tiles)
+            await_announced(cta.refs["ready"], group, given=plan.gated_tiles, taken=plan.down_tiles)
 
         def fill(x_tile: Any, _: None) -> None:
             step = before + x_tile
@@ -281,7 +282,7 @@ def _work_item(cta: Cta, stage: str, before: Any, group: Any, tile: Any) -> None
         feature = cta.first_feature(tile)
         store_inner(cta.refs["inner"], inner.astype(cta.refs["inner"].dtype), first, live, feature, rows=rows)
         if "ready" in cta.refs:
-            announce_tile(cta.refs["ready"], group)
+            announce(cta.refs["ready"], group)
         return
     order, shares = cta.buffers["sorted"], cta.buffers["shares"]
     for half, product in enumerate((upper, lower)):

@@ -1,4 +1,4 @@
-"""Rows of experts on Hopper, in terms of single threads: gathered to a product, scattered from one, handed over between two."""
+"""Rows of experts on Hopper, in terms of single threads: gathered to a product, scattered from one."""
 
 from typing import Any
 
@@ -156,38 +156,3 @@ def store_out(
         th.when(there, "st.global.f32 [$0], $1;", where, th.fmul(value, share))
 
     tile.foreach(store)
-
-
-@thread_op(args=(GLOBAL, SCALAR))
-def announce_tile(ready: Any, group: Any) -> None:
-    """Counts one more tile of a group, after all that this warpgroup has written."""
-    th.inline("fence.acq_rel.gpu;")
-    th.warpgroup_barrier()
-    with th.one_thread():
-        th.inline("red.release.gpu.global.add.u32 [$0], 1;", th.word_address(ready, group))
-
-
-@thread_op(args=(GLOBAL, SCALAR))
-def await_tiles(ready: Any, group: Any, *, given: int, taken: int) -> None:
-    """Waits until so many tiles of a group are there. The last of `taken` who wait leaves the count at 0 for the next launch."""
-    with th.branch(th.compare(th.thread(), "eq", 0)):
-        th.inline(
-            "{ .reg .pred p; .reg .b32 w; .reg .b64 a; mov.b64 a, $0; again: ld.acquire.gpu.global.u32 w, [a]; "
-            f"setp.lt.u32 p, w, {given}; @p bra again; atom.relaxed.gpu.global.add.u32 w, [a], 1; "
-            f"setp.eq.u32 p, w, {given + taken - 1}; @p st.relaxed.gpu.global.u32 [a], 0; }}",
-            th.word_address(ready, group),
-        )
-    th.warpgroup_barrier()
-
-
-@thread_op(args=(GLOBAL, SCALAR, SCALAR))
-def await_group(ready: Any, group: Any, items: Any, *, given: int, taken: int) -> None:
-    """`await_tiles` for `items` of the `taken` at once."""
-    with th.branch(th.compare(th.thread(), "eq", 0)):
-        th.inline(
-            "{ .reg .pred p; .reg .b32 w; .reg .b64 a; mov.b64 a, $0; again: ld.acquire.gpu.global.u32 w, [a]; "
-            f"setp.lt.u32 p, w, {given}; @p bra again; atom.relaxed.gpu.global.add.u32 w, [a], $1; add.u32 w, w, $1; "
-            f"setp.eq.u32 p, w, {given + taken}; @p st.relaxed.gpu.global.u32 [a], 0; }}",
-            th.word_address(ready, group), items,
-        )  # fmt: skip
-    th.warpgroup_barrier()
