@@ -30,7 +30,9 @@ BENCHMARKS = {
         200,
     ),
     "decode_27b": ("decode.py --models qwen3.5-27b --batch 1 8 --calls 2", 150),
-    "decode_35b": ("decode.py --models qwen3.5-35b-a3b --batch 1 --calls 2", 100),
+    "decode_27b_32k": ("decode.py --models qwen3.5-27b --context 32768 --batch 1 --calls 2", 120),
+    "decode_35b": ("decode.py --models qwen3.5-35b-a3b --batch 1 8 --calls 3", 130),
+    "decode_35b_32k": ("decode.py --models qwen3.5-35b-a3b --context 32768 --batch 1 --calls 3", 100),
     "decode_llama": ("decode.py --models llama-3.1-8b --batch 1 8 32 --calls 5", 100),
     "decode_heads": ("decode.py --models qwen3-8b qwen3-8b-dflash2 --batch 1 8 --calls 3 --kinds cycle", 110),
     "decode_30b": ("decode.py --models qwen3-coder-30b-a3b --batch 1 8 --calls 3", 140),
@@ -100,6 +102,8 @@ BENCHMARKS = {
 }
 # Jobs whose rows nobody has brought home yet; their seconds are guesses.
 WITHOUT_ROWS = (
+    "decode_27b_32k",
+    "decode_35b_32k",
     "exact_shapes_4b",
     "exact_shapes_30b",
     "exact_shapes_lite",

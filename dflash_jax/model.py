@@ -90,10 +90,12 @@ class Model:
 
     @property
     def target(self) -> DecoderConfig:
+        """Configuration of the target."""
         return self.engine.target
 
     @property
     def draft(self) -> DFlashConfig | None:
+        """Configuration of the drafter; None where there is none."""
         return self.engine.draft
 
     def save_cache_scales(self, path: str | Path) -> None:

@@ -388,7 +388,9 @@ class LoadOptions:
         if self.scale_range is not None:
             self._check_scale_range()
         if self.cache_scales is not None and (len(self.calibration) or self.cache_dtype not in (*CALIBRATED, AUTO)):
-            raise ParameterError('cache_scales is for cache_dtype "fp8" and "int8", without calibration')
+            raise ParameterError(
+                'cache_scales is for cache_dtype "fp8" and "int8", without calibration: name one of them, and leave the texts out'
+            )
 
     def _check_scale_range(self) -> None:
         given: Any = self.scale_range

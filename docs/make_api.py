@@ -1,5 +1,6 @@
 """Writes docs/api.md from signatures and docstrings: `python docs/make_api.py`. A test compares the file with what this writes."""
 
+import functools
 import inspect
 import re
 import textwrap
@@ -32,7 +33,7 @@ they need on first use. Options of the command line are those of `load`, `Sampli
 
 def first_sentence(documented: object) -> str:
     text = " ".join((inspect.getdoc(documented) or "").split("\n\n")[0].split())
-    return re.split(r"(?<=[.:]) (?=[A-Z`])", text)[0]
+    return re.sub(r":$", ".", re.split(r"(?<=[.:]) (?=[A-Z`])", text)[0])
 
 
 def described(name: str) -> str:
@@ -49,12 +50,9 @@ def described(name: str) -> str:
     if inspect.isclass(thing):
         public = [
             (key, value) for key, value in vars(thing).items()
-            if not key.startswith("_") and (inspect.isfunction(value) or isinstance(value, property))
+            if not key.startswith("_") and (inspect.isfunction(value) or isinstance(value, property | functools.cached_property))
         ]  # fmt: skip
-        rows = [
-            f"| `{key}` | {first_sentence(value if inspect.isfunction(value) else value.fget)} |"
-            for key, value in public
-        ]
+        rows = [f"| `{key}` | {first_sentence(value)} |" for key, value in public]
         methods = "\n".join(["", "| member | |", "| --- | --- |", *rows, ""]) if rows else ""
     return f"## `dj.{name}`\n\n```text\n{call}\n\n{doc}\n```\n{methods}"
 

@@ -6,6 +6,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 from dflash_kernels import (
+    AddNorm,
     PagedSchedule,
     attention_chain,
     few_qkv_write,
@@ -131,8 +132,13 @@ class PagedAttend:
             q = layer.queries(qkv, rotary)
         return self._over(layer, q, cache), cache
 
-    def of_rows(self, layer: Attention, x: Array, rotary: Rotary, cache: Pages) -> tuple[Array, Pages] | None:
-        """The layer's projection of `x [B,T,D]` as well, where that, the rotation and the write are one launch; else None."""
+    def of_rows(
+        self, layer: Attention, x: Array, rotary: Rotary, cache: Pages, added: AddNorm | None = None
+    ) -> tuple[Array, Array, Pages] | None:
+        """x, and the layer's projection of `x [B,T,D]` as well, where that, the rotation and the write are one launch; else None.
+
+        With `added` what it adds and norms, too; then x comes with that.
+        """
         i, weight = layer.index, layer.qkv_proj.weight[...]
         pool, bias = cache.k[i], layer.qkv_proj.bias
         if (
@@ -150,12 +156,16 @@ class PagedAttend:
         ):
             return None
         sizes = {"head_dim": pool.shape[3], "turned": 2 * rotary.cos.shape[-1], "page_dtype": pool.dtype}
-        if few_qkv_write_refusal(self.rows, x.dtype, x.shape[-1], **sizes) is not None:
+        if few_qkv_write_refusal(self.rows, x.dtype, x.shape[-1], **sizes, norms=added is not None) is not None:
             return None
         rows, cos, sin = (one.reshape(self.rows, one.shape[-1]) for one in (x, *rotary))
-        q, k, v = few_qkv_write(pool, cache.v[i], rows, weight, bias[...], of_layer(self.slots, i), cos, sin)
+        given = pool, cache.v[i], rows, weight, bias[...], of_layer(self.slots, i), cos, sin
+        if added is None:
+            q, k, v = few_qkv_write(*given)
+        else:
+            rows, (q, k, v) = few_qkv_write(*given, added=added)
         cache = cache.with_layer(i, k=k, v=v)
-        return self._over(layer, q.reshape(*x.shape[:2], *q.shape[1:]), cache), cache
+        return rows.reshape(x.shape), self._over(layer, q.reshape(*x.shape[:2], *q.shape[1:]), cache), cache
 
     def _over(self, layer: Attention, q: Array, cache: Pages) -> Array:
         """Queries over the pages, which have their own rows already."""

@@ -10,15 +10,7 @@ from typing import Any, no_type_check
 
 import jax
 import jax.numpy as jnp
-from dflash_kernels import (
-    DeltaFactors,
-    DeltaState,
-    delta_fold,
-    delta_prefill,
-    delta_step,
-    delta_step_dense,
-    delta_verify,
-)
+from dflash_kernels import DeltaFactors, DeltaState, delta_fold, delta_prefill, delta_step, delta_verify
 from jaxtyping import Array, Bool, Int
 
 from dflash_jax.attention.indexed import IndexedCache, IndexedPages
@@ -29,8 +21,6 @@ from dflash_jax.models.layers import Attention, Rotary
 
 # Of one gated delta net: the layer, its projection and its state, to the output, the state after it and factors of its tokens.
 type Mix = Callable[[DeltaNet, Array, DeltaState], tuple[Array, DeltaState, DeltaFactors | None]]
-# Likewise of a token that stands, to the output's projection in parts and the state; the last argument is CTAs' exchange.
-type Step = Callable[[DeltaNet, Array, DeltaState, Any], tuple[Array, DeltaState]]
 
 
 @no_type_check  # JAX rebuilds pytrees with shapes and placeholders in place of arrays
@@ -56,11 +46,10 @@ class HybridAttend:
     Args:
       paged: what layers with attention are called with.
       mix: what gated delta nets do.
-      step: what they do together with their last projection, of one token for each slot; None where there are more.
     """
 
-    def __init__(self, paged: PagedAttend, mix: Mix, step: Step | None = None):
-        self.paged, self.mix, self.step = paged, mix, step
+    def __init__(self, paged: PagedAttend, mix: Mix):
+        self.paged, self.mix = paged, mix
 
     def __call__(self, layer: Attention, qkv: Array, rotary: Rotary, cache: HybridCache) -> tuple[Array, HybridCache]:
         out, pages = self.paged(layer, qkv, rotary, cache.pages)
@@ -68,22 +57,10 @@ class HybridAttend:
 
     def delta(self, layer: DeltaNet, projected: Array, cache: HybridCache) -> tuple[Array, HybridCache]:
         """See `DeltaAttend`."""
-        out, state, factors = self.mix(layer, projected, cache.states[layer.index])
-        return out, _with_state(cache, layer.index, state, factors)
-
-    def delta_parts(
-        self, layer: DeltaNet, projected: Array, cache: HybridCache, exchange: Any
-    ) -> tuple[Array, HybridCache] | None:
-        """See `DeltaNet.step_parts`."""
-        if self.step is None or projected.shape[1] > 1:
-            return None
-        parts, state = self.step(layer, projected, cache.states[layer.index], exchange)
-        return parts, _with_state(cache, layer.index, state, None)
-
-
-def _with_state(cache: HybridCache, i: int, state: DeltaState, factors: DeltaFactors | None) -> HybridCache:
-    states, kept = (*cache.states[:i], state, *cache.states[i + 1 :]), (*cache.factors[:i], factors)
-    return replace(cache, states=states, factors=(*kept, *cache.factors[i + 1 :]))
+        i = layer.index
+        out, state, factors = self.mix(layer, projected, cache.states[i])
+        states, kept = (*cache.states[:i], state, *cache.states[i + 1 :]), (*cache.factors[:i], factors)
+        return out, replace(cache, states=states, factors=(*kept, *cache.factors[i + 1 :]))
 
 
 def verifying(
@@ -101,13 +78,7 @@ def verifying(
         out, factors = delta_verify(projected, layer.weights, state, layer.shape, eps=layer.eps)
         return out, state, factors
 
-    def step(layer: DeltaNet, projected: Array, state: DeltaState, exchange: Any) -> tuple[Array, DeltaState]:
-        matrix = layer.out_proj.weight[...]
-        return delta_step_dense(
-            projected, layer.weights, state, live, matrix, layer.shape, eps=layer.eps, exchange=exchange
-        )
-
-    return _with_states(paged, pages, states, mix, step)
+    return _with_states(paged, pages, states, mix)
 
 
 def prefilling(
@@ -135,14 +106,12 @@ def prefilling(
     return _with_states(paged, pages, states, mix)
 
 
-def _with_states(
-    paged: PagedAttend, pages: Pages, states: tuple[DeltaState, ...], mix: Mix, step: Step | None = None
-) -> tuple[Any, Any]:
+def _with_states(paged: PagedAttend, pages: Pages, states: tuple[DeltaState, ...], mix: Mix) -> tuple[Any, Any]:
     if pages.index:
         return IndexedPages(paged), IndexedCache(pages, None)
     if not states:
         return paged, pages
-    return HybridAttend(paged, mix, step), HybridCache(pages, states, (None,) * len(states))
+    return HybridAttend(paged, mix), HybridCache(pages, states, (None,) * len(states))
 
 
 def committed(cache: Any, counts: Int[Array, "B"]) -> tuple[Pages, tuple[DeltaState, ...]]:

@@ -135,7 +135,7 @@ def read_prompts(path: str | Path) -> list[str]:
             )
         rows = [json.loads(line) for line in lines] if are_json else lines
     if not rows:
-        raise PromptError(f"{path} holds no prompt")
+        raise PromptError(f"{path} holds no prompt: write one a line, or a JSON list of them")
     return [_prompt(path, row) for row in rows]
 
 
@@ -186,7 +186,9 @@ def random_pair(name: str, **options: Unpack[LoadKeywords]) -> Model:
     return random_model(name, *published_shape(name), **options)
 
 
-def random_model(name: str, family: str, target: Any, draft: DFlashConfig, **options: Unpack[LoadKeywords]) -> Model:
+def random_model(
+    name: str, family: str, target: Any, drafter: DFlashConfig, /, **options: Unpack[LoadKeywords]
+) -> Model:
     """The same of any sizes: `family` is the target's key in the registry. Raises what `random_pair` does."""
     asked, plain = read_options(dict(options), "random_pair"), LoadOptions()
     if unused := [name for name in _OF_FILES if getattr(asked, name) != getattr(plain, name)]:
@@ -194,26 +196,26 @@ def random_model(name: str, family: str, target: Any, draft: DFlashConfig, **opt
     local_device()
     families = family_named(family), family_named("dflash")
     dtype = asked.dtype or "bfloat16"
-    kind, pair = jax.numpy.dtype(dtype), [(target, families[0]), (draft, families[1])]
-    check_sharing(target, draft, asked)
+    kind, pair = jax.numpy.dtype(dtype), [(target, families[0]), (drafter, families[1])]
+    check_sharing(target, drafter, asked)
     if asked.exact:
-        check_exact(target, draft, asked)
+        check_exact(target, drafter, asked)
     dealt = asked.decode_context_parallel_size
     ranks = local_ranks(asked.tp, dealt=dealt)
-    rows, stored = cycle_rows(asked.max_batch, draft), stored_shapes(pair, kind, ranks=ranks)
+    rows, stored = cycle_rows(asked.max_batch, drafter), stored_shapes(pair, kind, ranks=ranks)
     kept = weight_shapes(pair, kind, asked.weight_dtype, asked.draft_weight_dtype, rows=rows, ranks=ranks)
     check_attention_output(target, asked.attention_output, asked.tp)
     engine = Engine(
-        target=target, draft=draft, weights=spread(pair, kept, ranks), dtype=kind, programs=programs_over(ranks),
+        target=target, draft=drafter, weights=spread(pair, kept, ranks), dtype=kind, programs=programs_over(ranks),
         max_model_len=choose_model_len(target, asked.max_model_len), max_batch=asked.max_batch,
         page_size=dealt * asked.page_size, interleave=asked.cp_kv_cache_interleave_size, proposals=asked.proposals,
-        verify_length=choose_verify_length(draft, asked.verify_length),
-        draft_window=choose_draft_window(draft, asked.draft_window), exact=asked.exact,
+        verify_length=choose_verify_length(drafter, asked.verify_length),
+        draft_window=choose_draft_window(drafter, asked.draft_window), exact=asked.exact,
     )  # fmt: skip
     memory = plan_for(
         engine, max(weight_bytes(stored), reading_bytes(stored, kept)), asked.num_pages, asked.state_snapshots
     )
-    tables = families[0].parameters(target), families[1].parameters(draft)
+    tables = families[0].parameters(target), families[1].parameters(drafter)
     weights = {
         role: init_params(table, jax.random.key(seed), dtype, ranks=ranks)
         for seed, (role, table) in enumerate(zip(("target", "draft"), tables, strict=True))
@@ -222,8 +224,8 @@ def random_model(name: str, family: str, target: Any, draft: DFlashConfig, **opt
         weights = completed(pair, weights, ranks, asked.weight_dtype, asked.draft_weight_dtype)
     else:
         weights["target"] = families[0].derived(target, weights["target"])
-        weights["draft"] = fuse_context_projection(draft, weights["draft"])
-        weights = round_weights(weights, target, draft, kind, asked.weight_dtype, asked.draft_weight_dtype, rows=rows)
+        weights["draft"] = fuse_context_projection(drafter, weights["draft"])
+        weights = round_weights(weights, target, drafter, kind, asked.weight_dtype, asked.draft_weight_dtype, rows=rows)
     engine = planned(engine, memory, weights=weights)
     lead_or_follow(engine.programs, engine.weights, engine.makers)
     notice = f"random weights, {count(tables[0]) / 1e9:.2f} billion parameters"

@@ -83,7 +83,8 @@ def find_here(source: Any, revision: str | None = None) -> tuple[Path, str | Non
         real = folder.resolve()
         return folder, real.name if real.parent.name == "snapshots" else None
     if not _HUB_ID.fullmatch(subject):
-        raise CheckpointError(subject, "is neither an existing folder nor a model id of the form owner/name")
+        seen = "" if folder.is_absolute() else f" (seen from {Path.cwd()})"
+        raise CheckpointError(subject, f"is neither an existing folder{seen} nor a model id of the form owner/name")
     if (sys.modules[_HUB] if _HUB in sys.modules else importlib.util.find_spec(_HUB)) is None:
         problem = "is no folder here, and models are fetched with huggingface_hub: pip install huggingface-hub"
         raise CheckpointError(subject, problem)

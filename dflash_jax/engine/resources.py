@@ -300,7 +300,10 @@ class Resources:
             )
         vocabulary, params = range(self.target.vocab_size), request.params
         if wrong := [token for token in request.prompt if token not in vocabulary]:
-            raise PromptError(f"token id {wrong[0]} is outside the target's vocabulary of {len(vocabulary)}")
+            raise PromptError(
+                f"token id {wrong[0]} is outside the target's vocabulary, whose ids go from 0 to {len(vocabulary) - 1}: give ids "
+                "of its own tokenizer"
+            )
         if wrong := [token for token in params.stop_token_ids if token not in vocabulary]:
             raise ParameterError(
                 f"stop_token_ids must be inside the target's vocabulary of {len(vocabulary)} tokens, got {wrong[0]}"

@@ -9,13 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from dflash_kernels import (
+    AddNorm,
     ColumnBlocks,
     RankExchange,
     add_norm,
     add_norm_dense,
     add_norm_dense_refusal,
     add_norm_scores,
-    delta_step_dense_refusal,
     dense_parts,
     dense_refusal,
     dense_scores,
@@ -50,13 +50,21 @@ def run_fused_moe(
     exchange = routed_experts_exchange(max(layer.mlp.experts.count if layer.mlp.routed else 0 for layer in layers))
     stream, normed, streams = x.reshape(rows, -1), normed.reshape(rows, -1), []
     projected: Array | None = None
+    mixed: Any = None  # by the launch that normed, too
     for layer, later in zip(layers, (*layers[1:], None), strict=True):
-        parts, cache = _mixed(layer.mixer, normed.reshape(x.shape), projected, exchange, ranks, rotary, attend, cache)
+        if projected is not None:
+            mixed, cache = layer.mixer.mix(projected.reshape(*x.shape[:-1], -1), rotary, attend, cache)
+        elif mixed is None:
+            mixed, cache = _mixed(layer.mixer, normed.reshape(x.shape), rotary, attend, cache)
+        parts = _projected(layer.mixer.projections[1], mixed.reshape(rows, -1), meets=ranks is None)
         stream, parts = _fed(layer, parts, stream, exchange, ranks)
         after = norm if later is None else later.input_norm
-        projected = None
+        projected = mixed = None
+        added = None if ranks is not None else _added_and_mixed(later, parts, stream, x.shape, rotary, attend, cache)
         if ranks is not None:
             stream, normed = summed_norm(parts, stream, after, ranks)
+        elif added is not None:
+            stream, mixed, cache = added
         elif later is not None and _together(later.mixer.projections[0], rows, x.dtype):
             matrix = later.mixer.projections[0].weight[...]
             stream, projected = add_norm_dense(parts, stream, matrix=matrix, **_weight(after))
@@ -76,41 +84,32 @@ def _together(projection: Linear, rows: int, dtype: Any) -> bool:
 
 
 def _mixed(
-    mixer: Mixer,
-    x: Float[Array, "B T D"],
-    projected: Float[Array, "M W"] | None,
-    exchange: Any,
-    ranks: RankExchange | None,
+    mixer: Mixer, x: Float[Array, "B T D"], rotary: Rotary, attend: Any, cache: Cache
+) -> tuple[Float[Array, "B T ..."], Cache]:
+    """What mixes tokens, from the normed stream on: in one launch up to the write where attention offers that."""
+    whole = getattr(mixer, "mix_rows", None)
+    found = None if whole is None else whole(x, rotary, attend, cache)
+    if found is not None:
+        return found[1:]
+    projected = _biased(mixer.projections[0], x.reshape(-1, x.shape[-1]))
+    return mixer.mix(projected.reshape(*x.shape[:-1], -1), rotary, attend, cache)
+
+
+def _added_and_mixed(
+    layer: Any,
+    parts: Float[Array, "S M D"],
+    stream: Float[Array, "M D"],
+    shape: tuple[int, ...],
     rotary: Rotary,
     attend: Any,
     cache: Cache,
-) -> tuple[Float[Array, "S M D"], Cache]:
-    """What a mixer adds to the stream, in parts: from `projected` on where that is there, else from the normed stream `x` on."""
-    (first, last), rows, meets = mixer.projections, x.shape[0] * x.shape[1], ranks is None
-    if projected is None:
-        # In one launch up to the write where attention offers that.
-        whole = getattr(mixer, "mix_rows", None)
-        found = None if whole is None else whole(x, rotary, attend, cache)
-        if found is not None:
-            return _projected(last, found[0].reshape(rows, -1), meets=meets), found[1]
-        projected = _biased(first, x.reshape(rows, -1))
-    projected = projected.reshape(*x.shape[:-1], -1)
-    step = getattr(mixer, "step_parts", None)
-    if meets and step is not None and _at_once(last, getattr(mixer, "shape", None), rows, x.dtype):
-        found = step(projected, attend, cache, exchange)
-        if found is not None:
-            return found
-    mixed, cache = mixer.mix(projected, rotary, attend, cache)
-    return _projected(last, mixed.reshape(rows, -1), meets=meets), cache
-
-
-def _at_once(projection: Linear, shape: Any, rows: int, dtype: Any) -> bool:
-    """Whether a gated delta net's step and the projection after it are one launch."""
-    weight = projection.weight[...]
-    plain = projection.bias is None and isinstance(weight, jax.Array) and weight.dtype == dtype and ranks_here() == 1
-    if not switches.STEP_PRODUCT or not plain:
-        return False
-    return delta_step_dense_refusal(rows, dtype, features=weight.shape[0], shape=shape) is None
+) -> tuple[Float[Array, "M D"], Float[Array, "B T ..."], Cache] | None:
+    """The stream with `parts` added, and what mixes tokens in the next layer, where both begin with one launch; else None."""
+    if layer is None or not switches.NORM_HEADS or not hasattr(layer.mixer, "mix_rows"):
+        return None
+    whole = layer.mixer.mix_rows
+    found = whole(stream.reshape(shape), rotary, attend, cache, AddNorm(parts, **_weight(layer.input_norm)))
+    return None if found is None else (found[0].reshape(stream.shape), *found[1:])
 
 
 def _biased(layer: Linear, x: Float[Array, "M D"], *, parts: bool = False) -> Float[Array, "... M F"]:

@@ -63,7 +63,9 @@ class Chat:
         self.history: list[dict[str, Any]] = []
         self.completions: list[Completion] = []
         if model.tokenizer is None:
-            raise TokenizerError(f"{model.name} has no tokenizer.json, and a conversation is made of texts")
+            raise TokenizerError(
+                f"{model.name} has no tokenizer.json, and a conversation is made of texts: add the file to its folder"
+            )
         self._ids("?")  # a template that is not there, or takes no such option or no system message, says so now
 
     def __repr__(self) -> str:

@@ -3,12 +3,10 @@
 Source: "Gated Delta Networks: Improving Mamba2 with Delta Rule", arXiv 2412.06464, section 3, in the form of Qwen3-Next's layers.
 """
 
-from typing import Any
-
 import jax.numpy as jnp
 from dflash_kernels import DeltaShape, DeltaWeights
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 from dflash_jax.models.layers import Cache, DeltaAttend, Linear, RMSNorm, Rotary, SummedLinear
 
@@ -41,14 +39,6 @@ class DeltaNet(nnx.Module):
         """See `Mixer`."""
         del rotary  # the state tells the order of tokens
         return attend.delta(self, projected, cache)
-
-    def step_parts(
-        self, projected: Array, attend: DeltaAttend, cache: Cache, exchange: Any
-    ) -> tuple[Float[Array, "n B D"], Cache] | None:
-        """`mix` of one token of each slot and the last projection, as `dflash_kernels.delta_step_dense` gives it, where `attend`
-        has that (`delta_parts`); else None."""
-        both = getattr(attend, "delta_parts", None)
-        return None if both is None else both(self, projected, cache, exchange)
 
     def __call__(self, x: Array, rotary: Rotary, attend: DeltaAttend, cache: Cache = None) -> tuple[Array, Cache]:
         out, cache = self.mix(self.in_proj(x), rotary, attend, cache)

@@ -454,10 +454,15 @@ class Attention(nnx.Module):
             projected = jnp.concatenate(parts, axis=-2).reshape(projected.shape)
         return attend(self, projected, rotary, cache)
 
-    def mix_rows(self, x: Array, rotary: Rotary, attend: Attend, cache: Cache) -> tuple[Array, Cache] | None:
-        """`mix` of the first projection of `x [B,T,D]`, where attention has both in fewer launches (`of_rows`); else None."""
+    def mix_rows(
+        self, x: Array, rotary: Rotary, attend: Attend, cache: Cache, added: Any = None
+    ) -> tuple[Array, Array, Cache] | None:
+        """`mix` of the first projection of `x [B,T,D]`, where attention has both in fewer launches (`of_rows`); else None.
+
+        With `added`, as of `few_qkv_write`, x is the residual stream, which comes first in what is returned.
+        """
         whole = getattr(attend, "of_rows", None)
-        return None if whole is None else whole(self, x, rotary, cache)
+        return None if whole is None else whole(self, x, rotary, cache, added)
 
     def __call__(self, x: Array, rotary: Rotary, attend: Attend, cache: Cache = None) -> tuple[Array, Cache]:
         out, cache = self.mix(self.qkv_proj(x), rotary, attend, cache)

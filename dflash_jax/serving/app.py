@@ -312,7 +312,7 @@ class Routes:
         self._check_name(body.get("model"))
         tokenizer = model.tokenizer
         if tokenizer is None:
-            raise PromptError("this model has no tokenizer")
+            raise PromptError("this model has no tokenizer.json: add the file to its folder, or ask with token ids")
         named = flag(body, "return_token_strs")
         if "messages" in body:
             ask = chat_with_tools({name: one for name, one in body.items() if name != "return_token_strs"}, tokenizer)
@@ -339,7 +339,7 @@ class Routes:
             message = f"tokens must be a list of token ids below {len(known)}, got {shown(tokens)}"
             raise Problem(400, message, param="tokens", code="invalid_value")
         if model.tokenizer is None:
-            raise PromptError("this model has no tokenizer")
+            raise PromptError("this model has no tokenizer.json: add the file to its folder, or ask with token ids")
         return _json({"prompt": model.tokenizer.decode(tokens)})
 
     async def tokenizer_info(self, _: Request) -> Response:

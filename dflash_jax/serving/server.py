@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import uvicorn
@@ -163,7 +163,8 @@ async def _load(
         except BaseException as error:
             failed.append(error)
             value = None
-        loop.call_soon_threadsafe(tell, value)
+        with suppress(RuntimeError):  # the loop is closed: the server was told to end meanwhile, and nobody waits
+            loop.call_soon_threadsafe(tell, value)
 
     threading.Thread(target=run, name="dflash-jax load", daemon=True).start()
     if (model := await done) is not None:

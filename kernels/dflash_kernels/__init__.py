@@ -29,7 +29,7 @@ from dflash_kernels.fused.experts.api import (
     routed_experts_refusal,
 )
 from dflash_kernels.fused.experts.mxfp4 import mxfp4_mixture, mxfp4_mixture_refusal
-from dflash_kernels.fused.few_qkv.api import FewQkvWritten, few_qkv_write, few_qkv_write_refusal
+from dflash_kernels.fused.few_qkv.api import AddNorm, FewQkvWritten, few_qkv_write, few_qkv_write_refusal
 from dflash_kernels.fused.layer.api import (
     Chained,
     attention_chain,
@@ -99,14 +99,7 @@ from dflash_kernels.ranks.api import (
     rank_exchange_refusal,
     row_exchange,
 )
-from dflash_kernels.recurrent.delta_rule.api import (
-    delta_fold,
-    delta_prefill,
-    delta_step,
-    delta_step_dense,
-    delta_step_dense_refusal,
-    delta_verify,
-)
+from dflash_kernels.recurrent.delta_rule.api import delta_fold, delta_prefill, delta_step, delta_verify
 from dflash_kernels.recurrent.delta_rule.inputs import DeltaFactors, DeltaShape, DeltaState, DeltaWeights
 from dflash_kernels.sampling.api import filtered_choice
 from dflash_kernels.sampling.reference import filter_logits, scaled_logits
@@ -120,6 +113,7 @@ __all__ = [
     "INTERLEAVE_BLOCK",
     "LATENT_TILE",
     "MXFP4_MOST_SCALE",
+    "AddNorm",
     "Chained",
     "ColumnBlocks",
     "DeltaFactors",
@@ -153,8 +147,6 @@ __all__ = [
     "delta_fold",
     "delta_prefill",
     "delta_step",
-    "delta_step_dense",
-    "delta_step_dense_refusal",
     "delta_verify",
     "dense",
     "dense_best",

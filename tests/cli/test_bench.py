@@ -1,6 +1,7 @@
 """`dflash-jax bench`: what its figures are made of, prompt files, and the switch that imposes acceptance."""
 
 import dataclasses
+import inspect
 import json
 import os
 import shutil
@@ -336,3 +337,11 @@ def test_a_published_shape_with_random_weights(monkeypatch) -> None:
     with pytest.raises(ParameterError, match="random weights and their pages are made here: leave cache_dtype out"):
         random_pair("qwen3-4b", cache_dtype="fp8")
     assert random_pair("qwen3-4b", max_model_len=64, max_batch=1, num_pages=3, proposals="argmax").engine.num_pages == 3
+
+
+def test_a_shape_by_name_takes_what_the_command_gives():
+    """`draft` among it, which `load` has an option of, None where nothing is said."""
+    from dflash_jax.bench.workload import published_shape, random_model
+
+    given = inspect.signature(random_model).bind("qwen3-4b", *published_shape("qwen3-4b"), draft=None, max_batch=2)
+    assert given.kwargs == {"draft": None, "max_batch": 2}

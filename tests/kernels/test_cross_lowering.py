@@ -60,11 +60,6 @@ FACTORS = dflash_kernels.DeltaFactors(
     array(BATCH, TOKENS, 48, dtype=jnp.float32), array(BATCH, TOKENS, 10240),
 )  # fmt: skip
 FLAGS = array(BATCH, dtype=jnp.bool_)
-ONE_DELTA = {"shape": dflash_kernels.DeltaShape(16, 32, 128, 128), "eps": 1e-6}
-ONE_NET = (
-    dflash_kernels.DeltaWeights(array(8192, 4), *[array(32, dtype=jnp.float32)] * 2, array(128)),
-    dflash_kernels.DeltaState(array(1, 32, 128, 128, dtype=jnp.float32), array(1, 3, 8192)),
-)
 # Each op's arrays and keyword arguments.
 OPS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "paged_attention": ((array(BATCH, TOKENS, 32, 128), POOL, POOL, integers(BATCH, TABLE), integers(BATCH)), {}),
@@ -162,7 +157,6 @@ OPS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "delta_verify": ((array(BATCH, TOKENS, 16480), NET, SLOTS), DELTA),
     "delta_fold": ((SLOTS, FACTORS, integers(BATCH)), {}),
     "delta_step": ((array(BATCH, 1, 16480), NET, SLOTS, FLAGS), DELTA),
-    "delta_step_dense": ((array(1, 1, 12_352), *ONE_NET, array(1, dtype=jnp.bool_), array(2048, 4096)), ONE_DELTA),
     "delta_prefill": (
         (array(BATCH, 64, 16480), NET, SLOTS, integers(BATCH), FLAGS, FLAGS, integers(BATCH)), DELTA,
     ),
@@ -268,7 +262,7 @@ def test_a_write_is_one_launch_where_there_is_a_kernel(op: str) -> None:
         "layer_chain",
         "attention_chain", "index_scores", "index_select", "mla_selected_attention bytes",
         "attention_chain without norms", "linear_chain", "float8_rows", "float8_dense", "float8_gated", "float8_onto",
-        "float8_best", "float8_candidates", "filtered_choice", "add_norm_dense", "delta_step_dense",
+        "float8_best", "float8_candidates", "filtered_choice", "add_norm_dense",
     ],
 )  # fmt: skip
 def test_products_and_norms_have_a_kernel_on_hopper_only(op: str) -> None:

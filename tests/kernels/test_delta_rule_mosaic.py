@@ -1,6 +1,5 @@
 """The Hopper kernels of the gated delta rule: in Pallas's interpreter, lowered for an H200, and for real (`-m gpu`)."""
 
-import contextlib
 import functools
 from typing import Any
 
@@ -8,28 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from dflash_kernels import (
-    DeltaShape,
-    NoImplementationError,
-    delta_fold,
-    delta_prefill,
-    delta_step,
-    delta_step_dense,
-    delta_step_dense_refusal,
-    delta_verify,
-    routed_experts_exchange,
-)
-from dflash_kernels.recurrent.delta_rule.mosaic_gpu import (
-    launch_fold,
-    launch_prefill,
-    launch_step,
-    launch_step_dense,
-    launch_verify,
-)
-from dflash_kernels.recurrent.delta_rule.step_plan import step_plan
+from dflash_kernels import DeltaShape, NoImplementationError, delta_fold, delta_prefill, delta_step, delta_verify
+from dflash_kernels.recurrent.delta_rule.mosaic_gpu import launch_fold, launch_prefill, launch_step, launch_verify
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from ..devices import custom_calls, h200
+from ..devices import custom_calls
 from .delta_oracle import EPS, close, random_rows, random_state, random_weights, truth
 
 INTERPRET = plgpu.InterpretGPUParams()
@@ -105,75 +87,6 @@ def test_step(dtype: Any) -> None:
     shape, live = DeltaShape(1, 2, 128, 128), jnp.array([True, False])
     arguments = call(shape, 2, 1, dtype)
     check_step(arguments, live, shape, launch_step(*arguments, live, shape, eps=EPS, interpret=INTERPRET))
-
-
-def dense_call(shape: DeltaShape, features: int) -> tuple[Any, Any, Any, Any]:
-    """One slot of a step, and a matrix."""
-    arguments, width = call(shape, 1, 1, jnp.bfloat16), shape.value_heads * shape.value_dim
-    matrix = jnp.asarray(random_rows(7, features, width) * width**-0.5, jnp.bfloat16)
-    return *arguments, matrix
-
-
-def check_step_dense(arguments: tuple[Any, Any, Any, Any], live: Any, shape: DeltaShape, found: Any) -> None:
-    """The step's states, and its output's products, against float64."""
-    (projected, weights, state, matrix), (parts, after) = arguments, found
-    out = truth(projected[0], weights, shape, state.s[0], state.conv[0]).out
-    assert parts.dtype == jnp.float32
-    close(np.asarray(parts, np.float64).sum(axis=0), out @ np.asarray(matrix, np.float64).T, 0.01)
-    expected = delta_step(projected, weights, state, live, shape, eps=EPS, implementation="xla")[1]
-    close(after.s, np.asarray(expected.s, np.float64), 1e-6)
-    np.testing.assert_array_equal(after.conv, expected.conv)
-
-
-@pytest.mark.few("True-*")
-@pytest.mark.parametrize(
-    ("shape", "features", "ctas"), [(DeltaShape(2, 4, 128, 128), 256, 4), (DeltaShape(2, 4, 128, 128), 128, 4)]
-)
-@pytest.mark.parametrize("live", [True, False])
-def test_step_dense(shape: DeltaShape, features: int, ctas: int, live: bool) -> None:
-    """All heads for each tile, and half of them; a slot that is not live keeps its state, bit for bit."""
-    arguments, lives = dense_call(shape, features), jnp.array([live])
-    projected, weights, state, matrix = arguments
-    how: dict[str, Any] = {"eps": EPS, "multiprocessors": ctas, "interpret": INTERPRET}
-    found = launch_step_dense(projected, weights, state, lives, matrix, None, shape, **how)
-    assert found[0].shape == (ctas * 64 // features, 1, features)
-    check_step_dense(arguments, lives, shape, found)
-    if not live:
-        jax.tree.map(np.testing.assert_array_equal, found[1], state)
-    check_step_dense(
-        arguments, lives, shape, delta_step_dense(*arguments[:3], lives, matrix, shape, eps=EPS, implementation="xla")
-    )
-
-
-def test_step_dense_deals_out_what_fits() -> None:
-    """Of every shape that it takes; and says why of others."""
-    plan = step_plan(2048, DeltaShape(16, 32, 128, 128), 132)
-    assert (plan.tiles, plan.parts, plan.heads, plan.columns) == (32, 4, 8, 1024)
-    for heads in range(2, 129):
-        for features in range(64, 8193, 64):
-            with contextlib.suppress(NotImplementedError):
-                plan = step_plan(features, DeltaShape(1, heads, 128, 128), 132)
-                assert plan.parts * plan.heads == heads
-                assert plan.heads <= plan.tiles
-                assert plan.ctas <= 132
-                assert plan.features == features
-    with h200():
-        refused = functools.partial(delta_step_dense_refusal, dtype=jnp.bfloat16, shape=DeltaShape(16, 48, 128, 128))
-        assert "one slot, not 2" in str(refused(2, features=2048))
-        assert "132 multiprocessors" in str(refused(1, features=5120))
-        assert delta_step_dense_refusal(1, jnp.bfloat16, features=2048, shape=DeltaShape(16, 32, 128, 128)) is None
-
-
-@pytest.mark.few
-def test_step_dense_lowers_for_an_h200() -> None:
-    shape = DeltaShape(16, 32, 128, 128)  # Qwen3.5-35B-A3B
-    projected, weights, state, matrix = jax.eval_shape(functools.partial(dense_call, shape, 2048))
-
-    def step(projected: Any, weights: Any, state: Any, live: Any, matrix: Any) -> Any:
-        return delta_step_dense(projected, weights, state, live, matrix, shape, eps=EPS, implementation="mosaic_gpu")
-
-    live = jax.ShapeDtypeStruct((1,), jnp.bool_)
-    assert custom_calls(step, projected, weights, state, live, matrix) == ["mosaic_gpu_v2"]
 
 
 def prefill_call(shape: DeltaShape, length: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -286,26 +199,6 @@ def test_step_for_real(heads: tuple[int, int], dtype: Any) -> None:
     shape, live = DeltaShape(*heads, 128, 128), jnp.array([True, False, True])
     arguments = call(shape, 3, 1, dtype)
     check_step(arguments, live, shape, delta_step(*arguments, live, shape, eps=EPS, implementation="mosaic_gpu"))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("live", [True, False])
-def test_step_dense_for_real(live: bool) -> None:
-    """Calls that follow one another share an exchange, and the same call gives the same bits."""
-    shape, lives = DeltaShape(16, 32, 128, 128), jnp.array([live])
-    arguments = dense_call(shape, 2048)
-    projected, weights, state, matrix = arguments
-
-    @jax.jit
-    def several() -> Any:
-        exchange = routed_experts_exchange(256)
-        how: dict[str, Any] = {"eps": EPS, "exchange": exchange, "implementation": "mosaic_gpu"}
-        return [delta_step_dense(projected, weights, state, lives, matrix, shape, **how) for _ in range(50)]
-
-    first, *others = several()
-    check_step_dense(arguments, lives, shape, first)
-    for other in others:
-        jax.tree.map(np.testing.assert_array_equal, other, first)
 
 
 @pytest.mark.gpu

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from dflash_kernels import NoImplementationError, few_qkv_write, few_qkv_write_refusal
+from dflash_kernels import AddNorm, NoImplementationError, few_qkv_write, few_qkv_write_refusal
 from dflash_kernels.fused.few_qkv.mosaic_gpu import launch, refuse
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -33,7 +33,7 @@ def make(rows: int, heads: int, kv_heads: int, depth: int, pages: int = 5, page_
     }  # fmt: skip
 
 
-def check(call: dict[str, Any], found: tuple[jax.Array, ...]) -> None:
+def check(call: dict[str, Any], found: Any) -> None:
     """Float64's heads at their places, and nothing at any other."""
     x, weight, bias, cos, sin = (np.asarray(call[name], np.float64) for name in ("x", "weight", "bias", "cos", "sin"))
     (pages, kv_heads, page_size, _), rows = call["k_pages"].shape, len(x)
@@ -61,13 +61,59 @@ def test_kernel(rows: int, heads: int, kv_heads: int, depth: int) -> None:
     check(call, few_qkv_write(**call, implementation="xla"))
 
 
+def normed_call(depth: int, heads: int, kv_heads: int, *, zero_centered: bool = False) -> dict[str, Any]:
+    """A call of one row that is added to and normed."""
+    call = make(1, heads, kv_heads, depth)
+    keys = jax.random.split(jax.random.key(depth))
+    parts, weight = jax.random.normal(keys[0], (5, 1, depth)), jax.random.normal(keys[1], (depth,))
+    added = AddNorm(parts, weight.astype(jnp.bfloat16), 1e-5, zero_centered, rounds_last=not zero_centered)
+    return call | {"added": added}
+
+
+def check_normed(call: dict[str, Any], found: tuple[jax.Array, ...]) -> None:
+    """The stream and the heads of its norm, in float64."""
+    added, (*heads, stream) = call["added"], found
+    parts, before, weight = (np.asarray(one, np.float64) for one in (added.parts, call["x"], added.weight))
+    true = before + parts.sum(axis=0)
+    np.testing.assert_allclose(np.asarray(stream, np.float64), true, rtol=2**-8, atol=1e-6)
+    held = np.asarray(stream, np.float64)
+    normed = held / np.sqrt((held**2).mean() + added.eps) * (weight + added.zero_centered)
+    check(call | {"x": jnp.asarray(normed, jnp.bfloat16)}, tuple(heads))
+
+
+@pytest.mark.parametrize("zero_centered", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads", "depth"), [(2, 1, 192), (3, 2, 64), (2, 1, 640)])
+def test_row_that_is_normed(heads: int, kv_heads: int, depth: int, zero_centered: bool) -> None:
+    call = normed_call(depth, heads, kv_heads, zero_centered=zero_centered)
+    check_normed(call, launch(**call, interpret=INTERPRET))
+    stream, written = few_qkv_write(*list(call.values())[:8], added=call["added"], implementation="xla")
+    check_normed(call, (*written, stream))
+
+
+def test_norms_lower_for_an_h200() -> None:
+    given = normed_call(64, 3, 2)["added"][2:]
+    shapes = jax.eval_shape(lambda: {name: one for name, one in normed_call(2880, 64, 8).items() if name != "added"})
+    parts, weight = jax.ShapeDtypeStruct((12, 1, 2880), jnp.float32), jax.ShapeDtypeStruct((2880,), jnp.bfloat16)
+    with h200():
+        program = jax.jit(
+            lambda call, parts, weight: few_qkv_write(
+                **call, added=AddNorm(parts, weight, *given), implementation="mosaic_gpu"
+            )
+        )
+        text = program.trace(shapes, parts, weight).lower(lowering_platforms=("cuda",)).as_text()
+        assert "@mosaic_gpu_v2" in text
+        kept: Any = {"head_dim": 64, "turned": 64, "page_dtype": jnp.bfloat16, "norms": True}
+        assert few_qkv_write_refusal(1, jnp.bfloat16, 2880, **kept) is None
+        assert "norms one row, not 2" in str(few_qkv_write_refusal(2, jnp.bfloat16, 2880, **kept))
+
+
 @pytest.mark.parametrize("rows", [1, 8, 16])
 def test_lowers_for_an_h200(rows: int) -> None:
     call = jax.eval_shape(lambda: make(rows, 64, 8, 2880))
     with h200():
         program = jax.jit(lambda call: few_qkv_write(**call, implementation="mosaic_gpu"))
         assert "@mosaic_gpu_v2" in program.trace(call).lower(lowering_platforms=("cuda",)).as_text()
-        sizes: dict[str, Any] = {"head_dim": 64, "turned": 64, "page_dtype": jnp.bfloat16}
+        sizes: Any = {"head_dim": 64, "turned": 64, "page_dtype": jnp.bfloat16}
         assert few_qkv_write_refusal(rows, jnp.bfloat16, 2880, **sizes) is None
         for changes, reason in (
             ({"head_dim": 128, "turned": 128}, "heads of 64, not 128 columns of 128"), ({"turned": 32}, "32 columns of 64"),
@@ -88,3 +134,10 @@ def test_other_devices_are_refused() -> None:
 def test_full_size(rows: int) -> None:
     call = make(rows, 64, 8, 2880)
     check(call, few_qkv_write(**call, implementation="mosaic_gpu"))
+
+
+@pytest.mark.gpu
+def test_full_size_that_is_normed() -> None:
+    call = normed_call(2880, 64, 8)
+    stream, written = few_qkv_write(*list(call.values())[:8], added=call["added"], implementation="mosaic_gpu")
+    check_normed(call, (*written, stream))

@@ -99,12 +99,13 @@ def test_tiles_of_the_first_product_may_overlap() -> None:
     check(call, launch(**call, ctas=ctas, interpret=INTERPRET))
 
 
-@pytest.mark.few("True-True")
+@pytest.mark.few("*-True-True")
 @pytest.mark.parametrize(("normed", "shared"), [(True, True), (False, False)])
-def test_the_kernel_chooses(normed: bool, shared: bool) -> None:
+@pytest.mark.parametrize("tokens", [5, 1])
+def test_the_kernel_chooses(normed: bool, shared: bool, tokens: int) -> None:
     """By the logits, with equal ones among them: weights and order as the definition has them; a shared expert comes last."""
-    call = make(drawn(5, 3, 6), 6 + shared, 128, 128)
-    logits = jnp.round(jax.random.normal(jax.random.key(1), (5, 6 + shared)) * 2)
+    call = make(drawn(tokens, 3, 6), 6 + shared, 128, 128)
+    logits = jnp.round(jax.random.normal(jax.random.key(1), (tokens, 6 + shared)) * 2)
     matrices = [call[name] for name in ("x", "gate_up", "down")]
     x, *rest = matrices
     given = mixture(logits, *matrices, taken=3, normed=normed, scale=1.5, shared=shared, implementation="xla")

@@ -65,7 +65,6 @@ CALLS: dict[str, dict[str, Any]] = {
     "stream_norm": {"stream": ones((4, 8)), "rows": 3, "weight": STREAM[0], "eps": EPS},
     "delta_verify": DELTA,
     "delta_step": {**DELTA, "live": FLAGS},
-    "delta_step_dense": {**DELTA, "live": FLAGS, "matrix": ones((5, 12))},
     "delta_fold": {"state": SLOTS, "factors": FACTORS, "counts": LENS},
     "delta_prefill": {**DELTA, "slots": STARTS, "follows": FLAGS, "fresh": FLAGS, "lengths": LENS},
     "merge_states": {

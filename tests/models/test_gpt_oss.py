@@ -320,11 +320,45 @@ def test_a_projection_that_writes_is_the_projection_and_the_write(monkeypatch: p
         for layer in model.layers:
             projected = layer.attn.qkv_proj(x)
             expected, kept["apart"] = attend(layer.attn, projected, rotary, kept["apart"])
-            found, kept["whole"] = layer.attn.mix_rows(x, rotary, attend, kept["whole"])
+            same, found, kept["whole"] = layer.attn.mix_rows(x, rotary, attend, kept["whole"])
+            assert np.array_equal(same, x)
             for one, true in zip(
                 jax.tree.leaves((found, kept["whole"])), jax.tree.leaves((expected, kept["apart"])), strict=True
             ):
                 np.testing.assert_allclose(one, true, rtol=0, atol=1e-5)
+
+
+def test_a_projection_that_norms_is_the_norm_and_the_projection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One token at a time, over pages: all layers' streams."""
+    config = replace(GPT_OSS_TARGETS["gpt-oss-20b"], **SMALL)
+    params = gpt_oss_derived(config, init_params(gpt_oss_parameters(config), jax.random.key(0)))
+    model: Any = bind(config, tile_experts(config, params))
+    monkeypatch.setattr(paged, "few_qkv_write_refusal", lambda *_, **__: None)
+    monkeypatch.setattr(plan, "mxfp4_mixture_refusal", lambda *_, **__: None)
+    written = [0]
+    real = paged.few_qkv_write
+
+    def counted(*args: Any, **options: Any) -> Any:
+        written[0] += options.get("added") is not None
+        return real(*args, **options)
+
+    monkeypatch.setattr(paged, "few_qkv_write", counted)
+    shape, weights = CallShape(1, 1, jnp.dtype("float32")), WeightFormat("float32", experts="mxfp4_tiles")
+    found = {}
+    for together in (False, True):
+        monkeypatch.setattr(switches, "NORM_HEADS", together)
+        chosen, kept = choose(layer_traits(config), shape, weights), make_pages(config, 6, 4, jnp.dtype("float32"))
+        found[together] = []
+        assert chosen.runner == "fused_moe"
+        for token in range(5):
+            positions = jnp.asarray([[token]])
+            attend = PagedAttend(jnp.asarray([[2, 0, 5]]), positions, jnp.asarray([1]), 4)
+            x = jax.random.normal(jax.random.key(token), (1, 1, config.hidden_size))
+            streams, last, kept = Planned(chosen)(model.layers, model.norm, x, model.rotary(positions), attend, kept)
+            found[together].append([*streams, last, *kept.k, *kept.v])
+        assert written[0] == 5 * (len(model.layers) - 1) * together
+    for true, one in zip(jax.tree.leaves(found[False]), jax.tree.leaves(found[True]), strict=True):
+        np.testing.assert_allclose(one, true, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(("rows", "launches"), [(8, 5), (64, 4)])

@@ -608,3 +608,21 @@ def test_a_server_on_a_cpu_compiles_ahead_for_one_request(model, monkeypatch, ca
     serve._warm_up(model)
     assert asked[0] == {"modes": ("greedy", "sampled"), "draft": (True,), "batch": (1,), "progress": False}
     assert asked[1] == {"modes": MODES, "draft": (True,), "progress": False}
+
+
+def test_a_model_that_comes_after_the_server_has_ended_is_nobodys():
+    """As one that was being loaded when Ctrl-C came: its thread ends without a word."""
+    from dflash_jax.serving.server import _load
+
+    go, threads = threading.Event(), threading.active_count()
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(_load(lambda: go.wait(60), None, lambda _: None, []))
+    loop.run_until_complete(asyncio.sleep(0))
+    task.cancel()
+    loop.run_until_complete(asyncio.wait([task]))
+    loop.close()
+    go.set()
+    until = time.monotonic() + 30
+    while threading.active_count() > threads and time.monotonic() < until:
+        time.sleep(0.01)
+    assert threading.active_count() == threads

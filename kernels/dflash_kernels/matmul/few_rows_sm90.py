@@ -3,6 +3,8 @@
 Weights are the left operand of the matrix instruction and rows of x the right one, so that few rows waste nothing. One warpgroup
 starts copies into a ring that takes all of shared memory, the other one multiplies. A tile of weights is one CTA's, bias and all,
 where nobody adds parts: fewer CTAs than multiprocessors read as fast, as long as enough is on its way to each.
+
+One row may be normed here: every CTA does it for itself while its weights are on their way, as in `row_product_sm90`.
 """
 
 from collections.abc import Callable
@@ -14,9 +16,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dflash_kernels.core.device import MATRIX_ROWS as TILE
-from dflash_kernels.matmul.few_tiling import BLOCK, Plan
+from dflash_kernels.matmul.few_tiling import BLOCK, Plan, RowNorm
+from dflash_kernels.matmul.row_norm_sm90 import add_norm_row
 from dflash_kernels.mosaic_gpu.layouts import TILED, rows_of
 from dflash_kernels.mosaic_gpu.pipeline import Ring, div
+from dflash_kernels.mosaic_gpu.rows import keep_first_row, store_padded
 from dflash_kernels.mosaic_gpu.thread_op import ROW, interpreting, kernel
 from dflash_kernels.mosaic_gpu.wgmma import add_product, zeros
 
@@ -29,17 +33,22 @@ def stream(
 
     Args:
       name: what profilers show.
-      given: arrays and Refs by name: `x`, `weight`, `bias` or none, and what the epilogue takes; outs: what it writes.
+      given: arrays and Refs by name: `x`, `weight`, `bias` or none, and what the epilogue takes; outs: what it writes. With
+        `plan.norm` x is the residual stream, to which `added [S, M, D]` is added, and `norm` the norm's weight; the sum is
+        written to `stream`.
       scratch: shared memory of the epilogue's, among its `refs`.
     """
     # Copies past the end give zeros on a GPU, but more than eight rows must come in eights.
-    if interpret is not None or plan.rows > 8:
+    if plan.norm is None and (interpret is not None or plan.rows > 8):
         given = given | {"x": jnp.pad(given["x"], ((0, plan.columns - plan.rows), (0, 0)))}
     names, dtype = (*given, *outs), given["x"].dtype
     memory = {
-        "full": plgpu.Barrier(num_arrivals=2, num_barriers=plan.stages), "empty": plgpu.Barrier(num_barriers=plan.stages),
+        "full": plgpu.Barrier(num_arrivals=len(_copied(plan)), num_barriers=plan.stages),
+        "empty": plgpu.Barrier(num_barriers=plan.stages),
         "w_sm": plgpu.SMEM((plan.stages, TILE, plan.blocks * BLOCK), dtype, transforms=TILED),
-        "x_sm": plgpu.SMEM((plan.stages, plan.columns, plan.blocks * BLOCK), dtype, transforms=TILED),
+        "x_sm": plgpu.SMEM(
+            (plan.stages if plan.norm is None else plan.steps, plan.columns, plan.blocks * BLOCK), dtype, transforms=TILED
+        ),
     }  # fmt: skip
 
     def body(*held: Any, **buffers: Any) -> None:
@@ -52,6 +61,8 @@ def stream(
         @pl.when(warpgroup == 0)
         def _() -> None:
             bias = _bias(refs["bias"], tile) if "bias" in refs else None
+            if plan.norm is not None:
+                _norm(plan.norm, refs, (tile == 0) & (part == 0))
             product = _multiply(plan, refs, *steps)
             if bias is not None:
                 bias = bias * jnp.where(part == 0, 1.0, 0.0)
@@ -62,7 +73,13 @@ def stream(
     return kernel(
         body, out_type=tuple(outs.values()), grid=(plan.features // TILE, plan.split), grid_names=("tile", "part"),
         num_threads=2, thread_name="wg", scratch_types=memory | (scratch or {}), interpret=interpret,
+        compiler_params=plgpu.CompilerParams(approx_math=plan.norm is not None),
     )(*given.values())  # fmt: skip
+
+
+def _copied(plan: Plan) -> tuple[str, ...]:
+    """What the copies of a stage are of."""
+    return ("weight", "x") if plan.norm is None else ("weight",)
 
 
 def _ring(plan: Plan, refs: dict[str, Any]) -> Ring:
@@ -75,7 +92,9 @@ def _produce(plan: Plan, refs: dict[str, Any], tile: Any, first: Any, last: Any)
     def fill(step: Any, _: None) -> None:
         place, columns = ring.stage(step - first), pl.ds(step * width, width)
         ring.producer_acquire(step - first, place)
-        for name, rows in (("weight", pl.ds(tile * TILE, TILE)), ("x", pl.ds(0, plan.columns))):
+        whose = {"weight": pl.ds(tile * TILE, TILE), "x": pl.ds(0, plan.columns)}
+        for name in _copied(plan):
+            rows = whose[name]
             target = refs[f"{name[0]}_sm"].at[place]
             plgpu.copy_gmem_to_smem(refs[name].at[rows, columns], target, ring.full.at[place])
 
@@ -88,11 +107,22 @@ def _multiply(plan: Plan, refs: dict[str, Any], first: Any, last: Any) -> Any:
     def one(step: Any, product: Any) -> Any:
         place = ring.stage(step - first)
         ring.consumer_wait(place)
-        product = add_product(product, refs["w_sm"].at[place], refs["x_sm"].at[place].transpose((1, 0)))
+        x = refs["x_sm"].at[place if plan.norm is None else step]
+        product = add_product(product, refs["w_sm"].at[place], x.transpose((1, 0)))
         pl.when(step + plan.stages < last)(lambda: ring.consumer_release(place))
         return product
 
     return lax.fori_loop(first, last, one, zeros((TILE, plan.columns)))
+
+
+def _norm(norm: RowNorm, refs: dict[str, Any], writes: Any) -> None:
+    """The row of x, to shared memory, and the stream, by the CTA that `writes` it."""
+    added, scaled = add_norm_row(
+        refs["added"], refs["x"], refs["norm"], 0, norm.eps, norm.zero_centered, norm.rounds_last
+    )
+    pl.when(writes)(lambda: store_padded(refs["stream"].at[0], added))
+    keep_first_row(refs["x_sm"], scaled)
+    plgpu.commit_smem()
 
 
 def _bias(ref: Any, tile: Any) -> Any:

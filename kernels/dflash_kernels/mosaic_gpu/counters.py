@@ -11,8 +11,8 @@ from dflash_kernels.mosaic_gpu.thread_op import GLOBAL, SCALAR, thread_op
 
 @thread_op(args=(GLOBAL, SCALAR))
 def announce(ready: Any, group: Any) -> None:
-    """Counts one more of what makes up `group`, after all that this warpgroup has written."""
-    th.inline("fence.acq_rel.gpu;")
+    """Counts one more of what makes up `group`, after all that this warpgroup has written: one thread's release is for all that it
+    has met at the barrier."""
     th.warpgroup_barrier()
     with th.one_thread():
         th.inline("red.release.gpu.global.add.u32 [$0], 1;", th.word_address(ready, group))

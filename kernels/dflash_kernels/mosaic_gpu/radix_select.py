@@ -3,8 +3,8 @@
 Numbers become integers of the same order, of which eight bits at a time are found. A pass counts how many of the numbers that begin
 with what is found have which eight bits next, and sends the counts to all CTAs; the largest bits that enough numbers reach are the
 next ones. Threads of a warp that count in the same place do so at once. Counts arrive at a barrier in shared memory: CTAs that wait
-for one another at a barrier of the cluster first wait for their stores to global memory, too. One warp looks for the bits, as all
-others had to wait for what it reads, and another one adds up what earlier CTAs have.
+for one another at a barrier of the cluster first wait for their stores to global memory, too. A warpgroup looks for the bits, two
+bins of a thread, while another one adds up what earlier CTAs have: a warp alone would add for as long as everything else takes.
 
 What is larger than the number found is taken, and of what equals it the first ones. A CTA knows from the counts how many of earlier
 CTAs' numbers are taken, and a thread, whose numbers lie next to each other, how many of those before its own: places come out in
@@ -28,7 +28,9 @@ _AT_ONCE = 4  # loads of a thread that are on their way at a time
 _KEPT = 4  # times four numbers of a thread that its registers hold over all passes
 _SIGN, _LOWEST = -(1 << 31), -(1 << 23)  # bits of -0 and of -inf, as int32
 MOST_PLACES = 1 << 16  # counts have half a word each
-_PACKED = BINS // 2  # words of a CTA's counts
+_PACKED = BINS // 2  # words of a CTA's counts, of two bins each: one of a thread of a warpgroup
+_OF_WARPGROUP = WARPGROUP // WARP  # warps
+_TOTALS = 4 + 2 * DIGITS  # where counts of the warps that look for bits lie, in what they tell
 _NOWHERE = BINS * DIGITS  # the place of what does not count
 
 
@@ -36,7 +38,8 @@ def scratch(ctas: int) -> dict[str, int]:
     """Int32 words of a CTA's shared memory: its counts, those of all CTAs, earlier CTAs' sums; what a warp tells the others."""
     several = DIGITS * BINS if ctas > 1 else 4
     return {
-        "bins": _NOWHERE + 4, "given": DIGITS * ctas * _PACKED, "earlier": several, "of_warps": _WARPS, "told": 4 + 2 * DIGITS,
+        "bins": _NOWHERE + 4, "given": DIGITS * ctas * _PACKED, "earlier": several, "of_warps": _WARPS,
+        "told": _TOTALS + _OF_WARPGROUP,
     }  # fmt: skip
 
 
@@ -184,17 +187,14 @@ class _Row:
         self._count(found, digit)
         if self.ctas > 1:
             self._send(digit)
-        with th.branch(th.compare(self.warp, "eq", 0)):
-            bits, above, reached = self._enough(self._sums(digit), missing)
-            words = [th.add(th.mul(found, BINS), bits), th.sub(missing, above), th.sub(reached, above), th.number(0)]
-            with th.branch(th.compare(self.lane, "eq", 0)):
-                th.store_shared_quad(self.told, th.number(0), words)
+        with th.branch(th.under(self.warp, _OF_WARPGROUP)):
+            self._find(found, missing, digit)
         if self.ctas > 1:
-            with th.branch(th.compare(self.warp, "eq", 1)):
-                first = th.add(th.mul(self.lane, BINS // WARP), BINS * digit)
-                sums = self._sums(digit, before=True)
-                for step in (0, 4):
-                    th.store_shared_quad(self.earlier, th.add(first, step), sums[step : step + 4])
+            is_next = th.every(th.compare(self.warp, "uge", _OF_WARPGROUP), th.under(self.warp, 2 * _OF_WARPGROUP))
+            with th.branch(is_next):
+                first = th.add(th.mul(th.sub(self.thread, WARPGROUP), 2), BINS * digit)
+                for step, of_bin in enumerate(self._sums(digit, th.sub(self.thread, WARPGROUP), before=True)):
+                    th.store_shared(self.earlier, th.add(first, step), of_bin)
         th.cta_barrier()
         return th.shared_quad(self.told, th.number(0))[:3]
 
@@ -222,19 +222,20 @@ class _Row:
             place = th.add(th.mul(self.cta, _PACKED), digit * self.ctas * _PACKED)
             th.push_quad(self.given, th.add(place, th.mul(self.lane, 4)), self.warp, packed, self._barrier(digit))
 
-    def _sums(self, digit: int, *, before: bool = False) -> list:
-        """Eight bins' counts of all CTAs, or of those before the own one."""
+    def _sums(self, digit: int, word: Any, *, before: bool = False) -> list:
+        """Counts of two bins, those of word number `word`: of all CTAs, or of those before the own one."""
         if self.ctas == 1:
-            return self._of_lane(self.bins, BINS * digit)
+            first = th.add(th.mul(word, 2), BINS * digit)
+            return [th.shared_word(self.bins, th.add(first, step)) for step in range(2)]
         th.await_phase(self._barrier(digit), th.number(0))
-        sums = [th.number(0)] * 8
-        for cta in range(self.ctas):
-            words = th.shared_quad(self.given, th.add(th.mul(self.lane, 4), (digit * self.ctas + cta) * _PACKED))
-            if before:
-                is_before = th.compare(self.cta, "ugt", cta)
-                words = [th.select(is_before, word, th.number(0)) for word in words]
-            counts = [half for word in words for half in reversed(_halves(word))]
-            sums = [th.add(a, b) for a, b in zip(sums, counts, strict=True)]
+        sums, at_once = [th.number(0)] * 2, (MOST_PLACES - 1) // self.own
+        for begin in range(0, self.ctas, at_once):
+            words = []
+            for cta in range(begin, min(begin + at_once, self.ctas)):
+                held = th.shared_word(self.given, th.add(word, (digit * self.ctas + cta) * _PACKED))
+                words.append(th.select(th.compare(self.cta, "ugt", cta), held, th.number(0)) if before else held)
+            # No bin of so many CTAs has more than half a word holds.
+            sums = [th.add(a, b) for a, b in zip(sums, reversed(_halves(_sum(words))), strict=True)]
         return sums
 
     def _of_lane(self, base: Any, start: int) -> list:
@@ -242,22 +243,30 @@ class _Row:
         first = th.add(th.mul(self.lane, BINS // WARP), start)
         return [*th.shared_quad(base, first), *th.shared_quad(base, th.add(first, 4))]
 
-    def _enough(self, own_bins: list, missing: Any) -> tuple[Any, Any, Any]:
-        """The largest next bits that `missing` numbers reach, 0 where none are; how many have larger ones, and these or larger."""
-        # Bins of later lanes are larger: everything, less what lies in the own one and before.
-        before = self._through_lane(_sum(own_bins))
-        reached = th.sub(th.from_lane(before, WARP - 1), before)
-        hits, above, least = th.number(0), th.number(0), th.number(-1)
-        for place in range(7, -1, -1):
-            reached = th.add(reached, own_bins[place])
-            enough = th.compare(reached, "sge", missing)
-            hits = th.add(hits, th.as_word(enough))
-            # The bin of zeros is what is found where no bin is reached.
-            fewer = reached if place else th.select(th.compare(self.lane, "eq", 0), th.number(0), reached)
-            above = th.unsigned_max(above, th.select(enough, th.number(0), fewer))
-            least = th.unsigned_min(least, th.select(enough, reached, th.number(-1)))
-        hits = th.unsigned_max(th.over_lanes(hits, "add"), th.number(1))
-        return th.sub(hits, 1), th.over_lanes(above, "max"), th.over_lanes(least, "min")
+    def _find(self, found: Any, missing: Any, digit: int) -> None:
+        """Tells the largest next bits that `missing` numbers reach, 0 where none are; what is missing then, and what has them.
+
+        By a warpgroup: a thread knows two bins, and how many numbers have larger bits. One of them has found it.
+        """
+        low, high = self._sums(digit, self.thread)
+        through = self._through_lane(th.add(low, high))
+        last = th.compare(self.lane, "eq", WARP - 1)
+        th.when(last, "st.shared.b32 [$0], $1;", th.add(self.told, th.mul(th.add(self.warp, _TOTALS), 4)), through)
+        th.warpgroup_barrier()
+        larger = th.sub(th.number(0), through)
+        for warp, total in enumerate(th.shared_quad(self.told, th.number(_TOTALS))):
+            larger = th.add(larger, th.select(th.compare(self.warp, "ugt", warp), th.number(0), total))
+        with_high = th.add(larger, high)
+        enough = th.compare(with_high, "uge", missing)
+        is_high = th.every(th.compare(larger, "ult", missing), enough)
+        # The bin of zeros is what is found where no bin is reached.
+        reached = th.either(th.compare(th.add(with_high, low), "uge", missing), th.compare(self.thread, "eq", 0))
+        is_low = th.every(th.compare(with_high, "ult", missing), reached)
+        with th.branch(th.either(is_high, is_low)):
+            bits = th.add(th.mul(self.thread, 2), th.as_word(is_high))
+            above, inside = th.select(is_high, larger, with_high), th.select(is_high, high, low)
+            words = [th.add(th.mul(found, BINS), bits), th.sub(missing, above), inside, th.number(0)]
+            th.store_shared_quad(self.told, th.number(0), words)
 
     def _tell_earlier(self, bound: _Bound) -> None:
         """How many of earlier CTAs' numbers are above what was found, and how many equal it: a warp for each pass."""

@@ -21,6 +21,7 @@ from dflash_kernels.core.device import WARPGROUP
 from dflash_kernels.core.layouts import interleave_columns
 from dflash_kernels.mosaic_gpu import ptx as th
 from dflash_kernels.mosaic_gpu.convert import interleaved_float8
+from dflash_kernels.mosaic_gpu.layouts import TILED
 from dflash_kernels.mosaic_gpu.thread_op import GLOBAL, SCALAR, kernel, thread_op
 
 type Reduction = Literal["add", "max", "min"]
@@ -107,6 +108,32 @@ def store_padded(ref: Any, row: jax.Array) -> None:
         ref[...] = row
     else:
         _store_padded(ref, row)
+
+
+def _kept_interpreted(target: Any, row: Any) -> None:
+    for place in range(target.shape[0]):
+        part = row[place * target.shape[2] : (place + 1) * target.shape[2]]
+        target.at[place][...] = jnp.pad(part[None], ((0, target.shape[1] - 1), (0, 0)))
+
+
+@thread_op(
+    args=lambda _, row: (plgpu.RefType(TILED), _strided(row.shape[0], VECTOR)), interpret=_kept_interpreted
+)  # fmt: skip
+def keep_first_row(target: Any, row: Any) -> None:
+    """What `load_padded` loads, without the zeros, as the first row of a matrix in shared memory; other rows stay as they are.
+
+    `target`: `[steps, 8, columns]` in tiles of 8 rows of 128 bytes, which are not swizzled in their first row: `columns` after
+    `columns`.
+    """
+    steps, _, blocks, rows, width = th.shape_and_strides(target)[0]
+    base, count = th.address(target, space=3), VECTOR * 2 // 4
+    for index, register in enumerate(row.registers.flat):
+        place = th.add(th.mul(th.thread(), VECTOR), index * VECTOR * WARPGROUP)
+        packed = vectors.bitcast(ir.VectorType.get((count,), th.i32()), register)
+        words = [vectors.extract(packed, dynamic_position=[], static_position=[i]) for i in range(count)]
+        inside = th.add(th.mul(th.div(place, width), rows * width), th.rem(place, width))
+        where = th.add(base, th.mul(inside, 2))
+        th.when(th.under(place, steps * blocks * width), "st.shared.v2.b32 [$0], {$1, $2};", where, *words)
 
 
 def rms_norm(row: jax.Array, weight: jax.Array, eps: float, *, zero_centered: bool = False) -> jax.Array:

@@ -9,7 +9,7 @@ up and runs the epilogues, while they go on with the next item.
 # pyright: reportAbstractUsage=false, reportPrivateImportUsage=false
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -20,16 +20,17 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from dflash_kernels.core.mxfp4 import PIECE, PIECES, SHIFT, TILE
 from dflash_kernels.fused.experts.plan_mxfp4 import KEPT, Mxfp4Plan
 from dflash_kernels.fused.experts.routing_sm90 import sort_entries
-from dflash_kernels.fused.experts.rows_sm90 import load_rows, store_out
+from dflash_kernels.fused.experts.rows_sm90 import load_rows, store_out, touch_tiles
 from dflash_kernels.mosaic_gpu.counters import announce, await_announced_by
 from dflash_kernels.mosaic_gpu.layouts import TILED, rows_of
-from dflash_kernels.mosaic_gpu.mxfp4 import add_kept, keep, store_gated, widened
+from dflash_kernels.mosaic_gpu.mxfp4 import add_kept, gated_bias, keep, store_gated, widened
 from dflash_kernels.mosaic_gpu.pipeline import Ring, arrive_by_warps, div, rem
 from dflash_kernels.mosaic_gpu.thread_op import ROW, interpreting, kernel
-from dflash_kernels.mosaic_gpu.tma import address_of, copied, copy_line
+from dflash_kernels.mosaic_gpu.tma import address_of, copied, copy_line, prefetch_rows
 from dflash_kernels.mosaic_gpu.wgmma import zeros
 
 GATED, DOWN = "gated", "down"
+BIASES = {GATED: "gate_up_bias", DOWN: "down_bias"}
 
 
 # Launch
@@ -143,6 +144,20 @@ class Cta:
         total = self.buffers["groups"][3 * self.plan.groups] * self.of_group(stage)
         return div(self.index * total, self.plan.ctas), div((self.index + 1) * total, self.plan.ctas)
 
+    def place(self, stage: str, item: Any) -> tuple[Any, Any, Any]:
+        """Group, tile and part of a work item."""
+        count, parts = self.of_group(stage), self.parts(stage)
+        group, place = div(item, count), rem(item, count)
+        return group, div(place, parts), rem(place, parts)
+
+    def first_piece(self, stage: str, group: Any, tile: Any, part: Any) -> Any:
+        """Where the weights of a work item begin."""
+        plan, gated = self.plan, stage == GATED
+        expert, _, _ = self.group(group)
+        tiles, units = (plan.gated_tiles, plan.hidden) if gated else (plan.down_tiles, plan.inner)
+        of_item = self.steps(stage) * plan.consumers * plan.unit * PIECES
+        return (expert * tiles + tile) * (units // TILE * PIECES) + part * of_item
+
     def groups(self, stage: str) -> tuple[Any, Any]:
         """Of its items: the first group, and the one after the last; the same where there are none."""
         (begin, end), count = self.items(stage), self.of_group(stage)
@@ -159,22 +174,18 @@ class Cta:
         number, step, turn = jnp.int32(0), jnp.int32(0), jnp.int32(0)
         for stage in self.stages:
             (first, end), (first_group, end_group) = self.items(stage), self.groups(stage)
-            of_item, of_group, parts = self.steps(stage), self.of_group(stage), self.parts(stage)
+            of_item = self.steps(stage)
             if begin is not None:
                 begin(stage, turn)
 
             def one(
-                index: Any, _: None, stage=stage, first=first, first_group=first_group, of_item=of_item, of_group=of_group,
-                parts=parts, number=number, step=step, turn=turn,
+                index: Any, _: None, stage=stage, first=first, first_group=first_group, of_item=of_item, number=number,
+                step=step, turn=turn,
             ) -> None:  # fmt: skip
-                item = first + index
-                group, place = div(item, of_group), rem(item, of_group)
-                work(
-                    Item(
-                        stage, number + index, step + index * of_item, group, div(place, parts), rem(place, parts),
-                        turn + group - first_group, (index == 0) | (place == 0),
-                    )
-                )  # fmt: skip
+                group, tile, part = self.place(stage, first + index)
+                begins = (index == 0) | ((tile == 0) & (part == 0))
+                turns = turn + group - first_group
+                work(Item(stage, number + index, step + index * of_item, group, tile, part, turns, begins))
 
             lax.fori_loop(0, end - first, one, None)
             number, step, turn = number + end - first, step + (end - first) * of_item, turn + end_group - first_group
@@ -192,16 +203,24 @@ def run(cta: Cta) -> None:
 def produce(cta: Cta) -> None:
     """Starts the copies of all work items' weights, each as soon as its stage is empty."""
     plan, ring = cta.plan, cta.ring
+    pieces = plan.consumers * plan.unit * PIECES
     plgpu.barrier_wait(cta.buffers["sorted_in"])
 
+    def begin(stage: str, _turn: Any) -> None:
+        """Asks for weights of the second product that the ring has no room for yet: memory is idle until its rows are there."""
+        count = cta.steps(stage)
+        held, (first, end) = plan.stages // count, cta.items(stage)
+        for item in range(held, 2 * held) if stage == DOWN and GATED in cta.stages else ():
+
+            @pl.when(first + item < end)
+            def _(item: int = item) -> None:
+                group, tile, part = cta.place(stage, first + item)
+                rows = pl.ds(cta.first_piece(stage, group, tile, part), count * pieces)
+                prefetch_rows(cta.refs[stage].at[rows])
+
     def of_item(item: Item) -> None:
-        expert, _, _ = cta.group(item.group)
-        gated = item.stage == GATED
-        name, tiles, units = (
-            ("gate_up", plan.gated_tiles, plan.hidden) if gated else ("down", plan.down_tiles, plan.inner)
-        )
-        pieces, count = plan.consumers * plan.unit * PIECES, cta.steps(item.stage)
-        first = (expert * tiles + item.tile) * (units // TILE * PIECES) + item.part * (count * pieces)
+        name, count = {GATED: "gate_up", DOWN: "down"}[item.stage], cta.steps(item.stage)
+        first = cta.first_piece(item.stage, item.group, item.tile, item.part)
 
         def fill(step: Any, _: None) -> None:
             place = ring.stage(item.step + step)
@@ -211,7 +230,7 @@ def produce(cta: Cta) -> None:
 
         lax.fori_loop(0, count, fill, None)
 
-    ring.drain(cta.work_items(of_item)[1])
+    ring.drain(cta.work_items(of_item, begin)[1])
 
 
 # Consumers
@@ -249,24 +268,37 @@ def _mainloop(cta: Cta, warpgroup: Any, item: Item) -> Any:
 
     def one(step: Any, carry: Any) -> Any:
         total, stage = carry
-        first = (item.part * count + step) * plan.consumers + warpgroup
+        first = ((item.part * count + step) * plan.consumers + warpgroup) * plan.unit
+        held = weights.at[stage, pl.ds(warpgroup * plan.unit * PIECES, plan.unit * PIECES)]
         ring.consumer_wait(stage)
-        for tile in range(plan.unit):
-            wide = widened(weights.at[stage, pl.ds((warpgroup * plan.unit + tile) * PIECES, PIECES)])
-            if tile == plan.unit - 1:
-                arrive_by_warps(cta.places["empty_in"], stage)
-            total = _add_product(total, wide, rows.at[first * plan.unit + tile])
-        return total, ring.after(stage)
+
+        def tiles() -> Iterator[tuple[Any, Any]]:
+            for tile in range(plan.unit):
+                wide = widened(held, place=tile)
+                if tile == plan.unit - 1:
+                    arrive_by_warps(cta.places["empty_in"], stage)
+                yield wide, rows.at[first + tile]
+
+        return _add_products(total, tiles()), ring.after(stage)
 
     start = zeros((TILE, plan.columns)), ring.stage(item.step)
     return lax.fori_loop(0, count, one, start)[0]
 
 
-def _add_product(total: Any, wide: Any, x: Any) -> Any:
+def _add_products(total: Any, tiles: Iterator[tuple[Any, Any]]) -> Any:
+    """Each tile is widened while the one before is multiplied: two of them are in registers at a time."""
     if interpreting():
-        return total + jnp.dot(wide.astype(jnp.float32), x[...].astype(jnp.float32).T, precision="highest")
-    transposed = x.transpose((1, 0))
-    return pl.run_state(lambda acc: plgpu.wgmma(acc, wide, transposed))(plgpu.ACC.init(total))
+        for wide, x in tiles:
+            total = total + jnp.dot(wide.astype(jnp.float32), x[...].astype(jnp.float32).T, precision="highest")
+        return total
+
+    def multiply(acc: Any) -> None:
+        for index, (wide, x) in enumerate(tiles):
+            if index:
+                plgpu.wgmma_wait(0)
+            plgpu.wgmma(acc, wide, x.transpose((1, 0)))
+
+    return pl.run_state(multiply)(plgpu.ACC.init(total))
 
 
 # Who adds up
@@ -275,6 +307,10 @@ def _add_product(total: Any, wide: Any, x: Any) -> Any:
 def finish(cta: Cta) -> None:
     """Loads the rows of the groups, adds up what consumers have of each work item, and runs its epilogue."""
     plgpu.barrier_wait(cta.buffers["sorted_in"])
+    for stage in cta.stages:
+        tiles = cta.plan.gated_tiles if stage == GATED else cta.plan.down_tiles
+        how = {"tiles": tiles, "parts": cta.parts(stage)}
+        touch_tiles(cta.refs[BIASES[stage]], cta.buffers["groups"], *cta.items(stage), **how)
 
     def begin(stage: str, turn: Any) -> None:
         # All items of the product before are multiplied: both buffers are free.
@@ -289,13 +325,13 @@ def finish(cta: Cta) -> None:
         pl.when(item.begins & (item.group > first) & (ahead < end))(
             lambda: _load(cta, item.stage, ahead, item.turn + 1)
         )
-        slot, kept = rem(item.number, KEPT), cta.buffers["kept"]
+        slot, kept, bias = rem(item.number, KEPT), cta.buffers["kept"], _bias(cta, item)
         plgpu.barrier_wait(cta.buffers["kept_in"].at[slot])
         product = zeros((TILE, cta.plan.columns))
         for consumer in range(cta.plan.consumers):
             product = add_kept(product, kept.at[slot, consumer])
         arrive_by_warps(cta.places["added_in"], slot)
-        _epilogue(cta, product, item)
+        _epilogue(cta, product, bias, item)
 
     cta.work_items(of_item, begin)
 
@@ -315,19 +351,26 @@ def _load(cta: Cta, stage: str, group: Any, turn: Any) -> None:
     arrive_by_warps(cta.places["rows_in"], place)
 
 
-def _epilogue(cta: Cta, product: Any, item: Item) -> None:
-    plan, refs, tile = cta.plan, cta.refs, item.tile
-    expert, first, live = cta.group(item.group)
+def _bias(cta: Cta, item: Item) -> Any:
+    """Of a work item's rows: asked for while consumers multiply, not when they have."""
+    plan, (expert, _, _), bias = cta.plan, cta.group(item.group), cta.refs[BIASES[item.stage]]
     if item.stage == GATED:
-        where = (expert * plan.gated_tiles + tile, tile * (TILE // 2), first, live)
-        store_gated(refs["inner"], product, refs["gate_up_bias"], *where, alpha=plan.gate.alpha, limit=plan.gate.limit)
+        return gated_bias(bias, expert * plan.gated_tiles + item.tile)
+    bias = bias.at[pl.ds(expert * plan.hidden + item.tile * TILE, TILE)]
+    return bias[...] if interpreting() else rows_of(bias, ROW)
+
+
+def _epilogue(cta: Cta, product: Any, bias: Any, item: Item) -> None:
+    plan, refs, tile = cta.plan, cta.refs, item.tile
+    _, first, live = cta.group(item.group)
+    if item.stage == GATED:
+        where = tile * (TILE // 2), first, live
+        store_gated(refs["inner"], product, bias, *where, alpha=plan.gate.alpha, limit=plan.gate.limit)
         if "ready" in refs:
             announce(refs["ready"], item.group)
         return
     feature, out = tile * TILE, refs["out"].at[item.part]
-    bias = refs["down_bias"].at[pl.ds(expert * plan.hidden + feature, TILE)]
-    bias = (bias[...] if interpreting() else rows_of(bias, ROW)).astype(jnp.float32)
-    bias = bias * jnp.where(item.part == 0, 1.0, 0.0)
+    bias = bias.astype(jnp.float32) * jnp.where(item.part == 0, 1.0, 0.0)
     product = product * 2.0**SHIFT + lax.broadcast_in_dim(bias, product.shape, [0])
     tables = cta.buffers["sorted"], cta.buffers["shares"]
     store_out(out, product, *tables, first, live, feature, shape=refs["out"].shape[1:])

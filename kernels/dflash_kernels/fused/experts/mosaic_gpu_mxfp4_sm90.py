@@ -30,7 +30,7 @@ from dflash_kernels.fused.experts.routing_sm90 import sort_entries
 from dflash_kernels.fused.experts.rows_sm90 import gather_rows, store_out
 from dflash_kernels.mosaic_gpu.counters import announce, await_announced
 from dflash_kernels.mosaic_gpu.layouts import TILED, rows_of
-from dflash_kernels.mosaic_gpu.mxfp4 import add_kept, keep, store_gated, widened
+from dflash_kernels.mosaic_gpu.mxfp4 import add_kept, gated_bias, keep, store_gated, widened
 from dflash_kernels.mosaic_gpu.pipeline import Ring, div, rem
 from dflash_kernels.mosaic_gpu.thread_op import ROW, interpreting, kernel
 from dflash_kernels.mosaic_gpu.tma import copied
@@ -294,15 +294,9 @@ def _work_item(cta: Cta, warpgroup: Any, stage: str, items: Any, before: Any, gr
 def _epilogue(cta: Cta, product: Any, stage: str, group: Any, tile: Any, part: Any) -> None:
     expert, first, live = cta.group(group)
     if stage == GATED:
-        where = (expert * cta.plan.gated_tiles + tile, tile * (TILE // 2), first, live)
-        store_gated(
-            cta.refs["inner"],
-            product,
-            cta.refs["gate_up_bias"],
-            *where,
-            alpha=cta.plan.gate.alpha,
-            limit=cta.plan.gate.limit,
-        )
+        bias, gate = gated_bias(cta.refs["gate_up_bias"], expert * cta.plan.gated_tiles + tile), cta.plan.gate
+        where = tile * (TILE // 2), first, live
+        store_gated(cta.refs["inner"], product, bias, *where, alpha=gate.alpha, limit=gate.limit)
         if "ready" in cta.refs:
             announce(cta.refs["ready"], group)
         return

@@ -19,7 +19,7 @@ TILE_BYTES = PIECES * PIECE * 4
 CONSUMERS = (5, 3, 2, 1), (3, 2, 1)  # for groups of 8 columns, and of more, whose rings need the room
 MOST_RESIDENT = 112 * 1024  # bytes of shared memory for rows
 UNITS = 3, 1  # tiles of one consumer in one stage, where rows are resident: fewer waits
-KEPT = 2  # work items whose results consumers hand over at once, where rows are resident
+KEPT = 3  # work items whose results consumers hand over at once, where rows are resident
 _MOST_PARTIAL_ROWS = 16  # entries for which partial results of the second product cost less than idle multiprocessors
 
 

@@ -3,6 +3,7 @@
 Every CTA sorts for itself, in shared memory. For many tokens the router is a launch of its own.
 """
 
+import itertools
 from typing import Any
 
 import jax
@@ -66,20 +67,25 @@ def _lane_and_warp() -> tuple[Any, Any]:
 
 def _choose_one(plan: Plan, choice: Choice, logits: Any, token: Any, lane: Any, targets: list) -> None:
     """One token's experts and weights, to two places in memory of the kinds that are named."""
+    expert, share = _choice_of(plan, choice, logits, token, lane)
+    with th.branch(th.under(lane, plan.top_k)):
+        entry = th.add(th.mul(token, plan.top_k), lane)
+        for (target, space), value in zip(targets, (expert, th.bits(share)), strict=True):
+            where = th.word_address(target, entry) if space == "global" else th.add(target, th.mul(entry, 4))
+            th.inline(f"st.{space}.b32 [$0], $1;", where, value)
+
+
+def _choice_of(plan: Plan, choice: Choice, logits: Any, token: Any, lane: Any) -> tuple[Any, Any]:
+    """Expert and weight of one of a token's choices, in as many lanes as it has choices."""
     taken = plan.top_k - int(choice.shared)
     places = [th.add(lane, first) for first in range(0, plan.ranked, WARP)]
     bits = [_logit(plan, logits, token, place) for place in places]
     keys = [_key(value) for value in bits]
     expert, largest, top = th.number(0), th.number(0), th.number(0)
     for turn in range(taken):
-        best = keys[0]
-        for key in keys[1:]:
-            best = th.unsigned_max(best, key)
-        best = _over_lanes("max", best)
-        where = th.number(plan.experts)
-        for key, place in zip(keys, places, strict=True):
-            where = th.unsigned_min(where, th.select(_equal(key, best), place, th.number(plan.experts)))
-        where = _over_lanes("min", where)
+        own, first = _largest(list(zip(keys, places, strict=True)))
+        best = _over_lanes("max", own)
+        where = _over_lanes("min", th.select(_equal(own, best), first, th.number(plan.experts)))
         keys = [th.select(_equal(place, where), th.number(0), key) for key, place in zip(keys, places, strict=True)]
         mine = _equal(lane, th.number(turn))
         expert, largest = th.select(mine, where, expert), th.select(mine, best, largest)
@@ -98,12 +104,20 @@ def _choose_one(plan: Plan, choice: Choice, logits: Any, token: Any, lane: Any, 
         of_shared = th.exp(th.fsub(th.real(0.0), th.as_real(th.global_word(logits, logit))))
         of_shared = th.fdiv(th.real(1.0), th.fadd(th.real(1.0), of_shared))
         expert, share = th.select(last, th.number(plan.ranked), expert), th.select(last, of_shared, share)
-        inside = th.under(lane, plan.top_k)
-    with th.branch(inside):
-        entry = th.add(th.mul(token, plan.top_k), lane)
-        for (target, space), value in zip(targets, (expert, th.bits(share)), strict=True):
-            where = th.word_address(target, entry) if space == "global" else th.add(target, th.mul(entry, 4))
-            th.inline(f"st.{space}.b32 [$0], $1;", where, value)
+    return expert, share
+
+
+def _largest(pairs: list[tuple[Any, Any]]) -> tuple[Any, Any]:
+    """The largest of a lane's keys and its place, the first of equal ones."""
+    while len(pairs) > 1:
+        better = []
+        for (key, place), *others in itertools.batched(pairs, 2):
+            for other, behind in others:
+                stays = th.compare(key, "uge", other)
+                key, place = th.select(stays, key, other), th.select(stays, place, behind)
+            better.append((key, place))
+        pairs = better
+    return pairs[0]
 
 
 def _logit(plan: Plan, logits: Any, token: Any, place: Any) -> Any:
@@ -151,6 +165,14 @@ def _sort_interpreted(given: list[Any], tables: list[Any], *, plan: Plan) -> Non
         taken = plan.top_k - int(plan.choice.shared)
         given = list(chosen(given[0][...].reshape(plan.tokens, -1), taken, plan.choice))
     entries, weights = (part[...].reshape(-1) for part in given)
+    more = plan.padded - plan.entries
+    if _unsorted(plan):
+        group = jnp.arange(plan.groups)
+        experts = jnp.pad(entries.astype(jnp.int32), (0, plan.groups - plan.entries))
+        table = experts, group, jnp.ones_like(group), jnp.full((1,), plan.top_k)
+        order_sm[...], shares_sm[...] = jnp.arange(plan.padded), jnp.pad(weights, (0, more))
+        groups_sm[...] = jnp.concatenate([part.astype(jnp.int32) for part in table])
+        return
     order = jnp.argsort(entries, stable=True).astype(jnp.int32)
     counts = (entries[:, None] == jnp.arange(plan.experts)).sum(axis=0).astype(jnp.int32)
     of_expert = -(-counts // plan.columns)
@@ -159,10 +181,14 @@ def _sort_interpreted(given: list[Any], tables: list[Any], *, plan: Plan) -> Non
     owners = jnp.minimum(jnp.searchsorted(ends, groups, side="right"), plan.experts - 1)
     inside = (groups - (ends - of_expert)[owners]) * plan.columns
     table = owners, firsts[owners] + inside, jnp.minimum(counts[owners] - inside, plan.columns), ends[-1:]
-    more = plan.padded - plan.entries
     order_sm[...] = jnp.pad(order, (0, more))
     shares_sm[...] = jnp.pad(weights[order], (0, more))
     groups_sm[...] = jnp.concatenate([part.astype(jnp.int32) for part in table])
+
+
+def _unsorted(plan: Plan) -> bool:
+    """Whether entries stay in the order they come in: each of one token's is another expert's, and so a group."""
+    return plan.tokens == 1 and plan.choice is not None
 
 
 @thread_op(args=(GLOBAL, GLOBAL), interpret=_sort_interpreted)
@@ -175,6 +201,10 @@ def sort_entries(given: list[Any], tables: list[Any], *, plan: Plan) -> None:
         each one's first place, then how many entries it has, then the number of groups.
     """
     order, shares, flat, groups = (th.address(table, space=3) for table in tables)
+    if _unsorted(plan):
+        _tell(plan, given[0], order, shares, groups)
+        th.warpgroup_barrier()
+        return
     counts, own_weights = (th.add(flat, 4 * place) for place in (plan.padded, plan.padded + plan.threads))
     own = [th.add(th.thread(), first) for first in range(0, plan.threads, WARPGROUP)]
     for first in range(0, plan.padded, WARPGROUP):
@@ -231,6 +261,20 @@ def sort_entries(given: list[Any], tables: list[Any], *, plan: Plan) -> None:
             share = th.shared_word(own_weights, entry) if plan.choice is not None else th.global_word(given[1], entry)
             th.store_shared(shares, place, share)
     th.warpgroup_barrier()
+
+
+def _tell(plan: Plan, logits: Any, order: Any, shares: Any, groups: Any) -> None:
+    """The tables of one token's choices, by one warp."""
+    lane, warp = _lane_and_warp()
+    with th.branch(_equal(warp, th.number(0))):
+        assert plan.choice is not None
+        expert, share = _choice_of(plan, plan.choice, logits, th.number(0), lane)
+        with th.branch(th.under(lane, plan.top_k)):
+            th.store_shared(order, lane, lane)
+            th.store_shared(shares, lane, th.bits(share))
+            for row, value in enumerate((expert, lane, th.number(1))):
+                th.store_shared(groups, th.add(lane, row * plan.groups), value)
+            th.store_shared(groups, th.number(3 * plan.groups), th.number(plan.top_k))
 
 
 def _groups(plan: Plan, count: Any) -> Any:

@@ -7,7 +7,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from dflash_kernels.core.device import WARPGROUP
+from dflash_kernels.core.device import MATRIX_ROWS, WARPGROUP
 from dflash_kernels.mosaic_gpu import ptx as th
 from dflash_kernels.mosaic_gpu.layouts import TILED
 from dflash_kernels.mosaic_gpu.thread_op import GLOBAL, MATRIX, SCALAR, thread_op
@@ -156,3 +156,19 @@ def store_out(
         th.when(there, "st.global.f32 [$0], $1;", where, th.fmul(value, share))
 
     tile.foreach(store)
+
+
+@thread_op(args=(GLOBAL, GLOBAL, SCALAR, SCALAR), interpret=lambda *_, **__: None)
+def touch_tiles(source: Any, experts: Any, begin: Any, end: Any, *, tiles: int, parts: int) -> None:
+    """Brings to the L2 what lies beside the tiles of work items `begin` to `end`, 128 at most: 64 numbers of two bytes for each.
+
+    Args:
+      source: `[experts * tiles * 64]` in global memory.
+      experts: of all groups, in shared memory; each has `tiles * parts` items.
+    """
+    item = th.add(begin, th.thread())
+    with th.branch(th.compare(item, "slt", end)):
+        group, tile = th.div(item, tiles * parts), th.div(th.rem(item, tiles * parts), parts)
+        expert = th.shared_word(th.address(experts, space=3), group)
+        line = th.add(th.mul(expert, tiles), tile)
+        th.inline("prefetch.global.L2 [$0];", th.word_address(source, th.mul(line, MATRIX_ROWS // 2)))

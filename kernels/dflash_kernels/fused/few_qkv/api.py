@@ -1,14 +1,14 @@
 """QKV projection of a few rows with RoPE and the KV-cache write. Checks shapes, then dispatches."""
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 import jax
 from jaxtyping import Array, Float, Int
 
 from dflash_kernels.core.dispatch import first_fitting
 from dflash_kernels.core.validation import check_axes, check_floats, check_integers
-from dflash_kernels.fused.few_qkv.mosaic_gpu import few_qkv_write_mosaic_gpu, refuse
+from dflash_kernels.fused.few_qkv.mosaic_gpu import AddNorm, few_qkv_write_mosaic_gpu, refuse
 from dflash_kernels.fused.few_qkv.reference import few_qkv_write_reference
 
 IMPLEMENTATIONS = {"mosaic_gpu": few_qkv_write_mosaic_gpu, "xla": few_qkv_write_reference}
@@ -23,19 +23,28 @@ class FewQkvWritten(NamedTuple):
 
 
 def few_qkv_write_refusal(
-    rows: int, dtype: Any, depth: int, *, head_dim: int, turned: int, page_dtype: Any
+    rows: int, dtype: Any, depth: int, *, head_dim: int, turned: int, page_dtype: Any, norms: bool = False
 ) -> str | None:
     """Why `few_qkv_write` has no kernel for these sizes; None where it has.
 
     Args:
       depth: columns of the rows.
       turned: columns of a head that turn with the position.
+      norms: whether rows are `added` to and normed.
     """
     try:
-        refuse(rows, dtype, depth, head_dim=head_dim, turned=turned, page_dtype=page_dtype)
+        refuse(rows, dtype, depth, head_dim=head_dim, turned=turned, page_dtype=page_dtype, norms=norms)
     except NotImplementedError as reason:
         return str(reason)
     return None
+
+
+@overload
+def few_qkv_write(*args: Any, added: None = None, **options: Any) -> FewQkvWritten: ...
+
+
+@overload
+def few_qkv_write(*args: Any, added: AddNorm, **options: Any) -> tuple[Array, FewQkvWritten]: ...
 
 
 def few_qkv_write(
@@ -48,8 +57,9 @@ def few_qkv_write(
     cos: Float[Array, "M half"],
     sin: Float[Array, "M half"],
     *,
+    added: AddNorm | None = None,
     implementation: str | Sequence[str] | None = None,
-) -> FewQkvWritten:
+) -> FewQkvWritten | tuple[Array, FewQkvWritten]:
     """QKV projection of a few rows with RoPE and the KV-cache write: `few_linear`, then `qkv_write` without norms.
 
     Heads are rounded once, after the rotation.
@@ -57,7 +67,11 @@ def few_qkv_write(
     Args:
       k_pages, v_pages, slots, cos, sin: as of `qkv_write`; `half` is half of H.
       x, weight, bias: as of `few_linear`, F = (N + 2 K) H.
+      added: x is the residual stream, of one row: these parts are added to it and the sum normed before, as by `add_norm`.
       implementation: a name, names to try in order, or None for the best that takes the call.
+
+    Returns:
+      What is written; with `added` the stream `[1, D]` after it as well, before that.
 
     Raises:
       ValueError: shapes do not agree.
@@ -85,8 +99,12 @@ def few_qkv_write(
         check_floats(bias=bias)
         if bias.shape != (features,):
             raise ValueError(f"bias {bias.shape} does not fit a weight {weight.shape}")
+    if added is not None and (added.parts.shape[1:] != x.shape or added.weight.shape != x.shape[1:]):
+        raise ValueError(
+            f"parts {added.parts.shape} and a norm's weight {added.weight.shape} do not fit a stream {x.shape}"
+        )
     with jax.named_scope("few_qkv_write"):
         written = first_fitting(
-            "few_qkv_write", IMPLEMENTATIONS, implementation, k_pages, v_pages, x, weight, bias, slots, cos, sin
-        )
-    return FewQkvWritten(*written)
+            "few_qkv_write", IMPLEMENTATIONS, implementation, k_pages, v_pages, x, weight, bias, slots, cos, sin, added=added,
+        )  # fmt: skip
+    return FewQkvWritten(*written) if added is None else (written[3], FewQkvWritten(*written[:3]))

@@ -25,7 +25,7 @@ _HALF = MATRIX_ROWS // 2
 
 def few_qkv_write(
     plan: Plan, given: dict[str, jax.Array], k_pages: jax.Array, v_pages: jax.Array, interpret: Any = None
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
     """See `few_qkv_write` in `fused.few_qkv.api`; `given` are its other arrays by name."""
     _, kv_heads, _, head_dim = k_pages.shape
     heads = plan.features // head_dim - 2 * kv_heads
@@ -43,8 +43,9 @@ def few_qkv_write(
         pl.when(keys >= kv_heads)(lambda: one("v", keys - kv_heads, turns=False, paged=True))
 
     scratch = {"head_sm": plgpu.SMEM((MATRIX_ROWS, plan.columns), jnp.float32)}
-    (q,) = stream("few_qkv_write", plan, given | pools, {"q": out}, store, scratch=scratch, interpret=interpret)
-    return q, freeze_aliased(pools["k"]), freeze_aliased(pools["v"])
+    outs = {"q": out} | ({} if plan.norm is None else {"stream": jax.typeof(given["x"])})
+    q, *rest = stream("few_qkv_write", plan, given | pools, outs, store, scratch=scratch, interpret=interpret)
+    return q, freeze_aliased(pools["k"]), freeze_aliased(pools["v"]), *rest
 
 
 def _store_head_interpreted(

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from dflash_kernels.core.dispatch import first_fitting
-from dflash_kernels.core.validation import check_axes, check_filled, check_floats, check_integers, check_wide
+from dflash_kernels.core.validation import check_axes, check_filled, check_integers, check_wide
 from dflash_kernels.recurrent.delta_rule import mosaic_gpu, reference, xla
 from dflash_kernels.recurrent.delta_rule.inputs import KEPT, TAPS, DeltaFactors, DeltaShape, DeltaState, DeltaWeights
 
@@ -24,7 +24,6 @@ FOLD = {
 STEP = {
     "mosaic_gpu": mosaic_gpu.delta_step_mosaic_gpu, "xla": xla.delta_step_xla, "reference": reference.delta_step_reference,
 }  # fmt: skip
-STEP_DENSE = {"mosaic_gpu": mosaic_gpu.delta_step_dense_mosaic_gpu, "xla": xla.delta_step_dense_xla}
 PREFILL = {
     "mosaic_gpu": mosaic_gpu.delta_prefill_mosaic_gpu, "xla": xla.delta_prefill_xla,
     "reference": reference.delta_prefill_reference,
@@ -135,56 +134,18 @@ def delta_step(
       ValueError: shapes do not agree, or an array is of another kind than said.
       NoImplementationError: nothing named takes these arguments.
     """
-    _check_step(projected, weights, state, live, shape)
+    _check_projected(projected, weights, shape)
+    _check_state(state, projected, shape)
+    _check_flags(live=live)
+    if projected.shape[1] != 1:
+        raise ValueError(
+            f"projected {projected.shape} must be [B, 1, W], one token for each slot; delta_verify takes more"
+        )
+    if live.shape != projected.shape[:1] or state.s.shape[0] != projected.shape[0]:
+        came = f"projected {projected.shape}, live {live.shape} and state.s {state.s.shape}"
+        raise ValueError(f"{came} must be of as many slots")
     with jax.named_scope("delta_step"):
         return first_fitting("delta_step", STEP, implementation, projected, weights, state, live, shape, eps=eps)
-
-
-def delta_step_dense(
-    projected: Float[Array, "B 1 W"],
-    weights: DeltaWeights,
-    state: DeltaState,
-    live: Bool[Array, "B"],
-    matrix: Float[Array, "D O"],
-    shape: DeltaShape,
-    *,
-    eps: float,
-    exchange: Any = None,
-    implementation: str | Sequence[str] | None = None,
-) -> tuple[Float[Array, "n B D"], DeltaState]:
-    """`delta_step`, and its output's products with the rows of `matrix`, in one launch.
-
-    Args:
-      matrix: the projection onto the stream, as `dense_parts` takes it.
-      exchange: what `routed_experts_exchange` gave, made once for calls that follow one another; without it each makes its own.
-      projected, weights, state, live, shape, eps, implementation: see `delta_step`.
-
-    Returns:
-      Float32 parts of the products, whose sum is the result, and the states.
-
-    Raises:
-      ValueError: shapes do not agree, or an array is of another kind than said.
-      NoImplementationError: nothing named takes these arguments.
-    """
-    _check_step(projected, weights, state, live, shape)
-    check_axes(matrix=(matrix, "D O"))
-    check_floats(matrix=matrix)
-    if matrix.shape[1] != shape.value_heads * shape.value_dim:
-        raise ValueError(f"matrix {matrix.shape} must have a column for each number that heads of {shape} give")
-    with jax.named_scope("delta_step"):
-        return first_fitting(
-            "delta_step_dense", STEP_DENSE, implementation, projected, weights, state, live, matrix, shape, eps=eps,
-            exchange=exchange,
-        )  # fmt: skip
-
-
-def delta_step_dense_refusal(slots: int, dtype: Any, *, features: int, shape: DeltaShape) -> str | None:
-    """Why `delta_step_dense` has nothing faster than its two operations for these sizes; None where it has."""
-    try:
-        mosaic_gpu.refuse_step_dense(slots, dtype, features=features, shape=shape)
-    except NotImplementedError as reason:
-        return str(reason)
-    return None
 
 
 def delta_prefill(
@@ -233,19 +194,6 @@ def delta_prefill(
             "delta_prefill", PREFILL, implementation, projected, weights, state, shape,
             eps=eps, slots=slots, follows=follows, fresh=fresh, lengths=lengths,
         )  # fmt: skip
-
-
-def _check_step(projected: Any, weights: DeltaWeights, state: DeltaState, live: Any, shape: DeltaShape) -> None:
-    _check_projected(projected, weights, shape)
-    _check_state(state, projected, shape)
-    _check_flags(live=live)
-    if projected.shape[1] != 1:
-        raise ValueError(
-            f"projected {projected.shape} must be [B, 1, W], one token for each slot; delta_verify takes more"
-        )
-    if live.shape != projected.shape[:1] or state.s.shape[0] != projected.shape[0]:
-        came = f"projected {projected.shape}, live {live.shape} and state.s {state.s.shape}"
-        raise ValueError(f"{came} must be of as many slots")
 
 
 def _check_projected(projected: Any, weights: DeltaWeights, shape: DeltaShape) -> None:

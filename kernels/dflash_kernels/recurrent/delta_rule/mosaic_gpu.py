@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from dflash_kernels.core.device import require_half_precision, require_hopper, target
+from dflash_kernels.core.device import require_hopper
 from dflash_kernels.recurrent.delta_rule.inputs import (
     DeltaFactors,
     DeltaShape,
@@ -18,7 +18,6 @@ from dflash_kernels.recurrent.delta_rule.inputs import (
     gated_norm,
 )
 from dflash_kernels.recurrent.delta_rule.prompts import CHUNK, prompts_of
-from dflash_kernels.recurrent.delta_rule.step_plan import StepPlan, step_plan
 
 WIDTH, MOST = 128, 16  # of heads; tokens
 
@@ -49,34 +48,6 @@ def delta_step_mosaic_gpu(
     """See `delta_step`. Raises NotImplementedError for what it does not take."""
     require_hopper()
     return launch_step(projected, weights, state, live, shape, eps=eps)
-
-
-def delta_step_dense_mosaic_gpu(
-    projected: Float[Array, "B 1 W"],
-    weights: DeltaWeights,
-    state: DeltaState,
-    live: Bool[Array, "B"],
-    matrix: Float[Array, "D O"],
-    shape: DeltaShape,
-    *,
-    eps: float,
-    exchange: Any,
-) -> tuple[Float[Array, "n B D"], DeltaState]:
-    """See `delta_step_dense`. Raises NotImplementedError for what it does not take.
-
-    CTAs of the launch wait for one another, so all of them must be resident at once: nothing else that waits for the whole GPU may
-    run beside it.
-    """
-    require_hopper()
-    return launch_step_dense(
-        projected, weights, state, live, matrix, exchange, shape, eps=eps, multiprocessors=target().multiprocessors
-    )
-
-
-def refuse_step_dense(slots: int, dtype: Any, *, features: int, shape: DeltaShape) -> None:
-    """Raises NotImplementedError, with the reason, where `delta_step_dense_mosaic_gpu` would."""
-    require_hopper()
-    _plan(slots, dtype, features, shape, target().multiprocessors)
 
 
 def delta_prefill_mosaic_gpu(
@@ -136,31 +107,6 @@ def launch_step(
     from dflash_kernels.recurrent.delta_rule import mosaic_gpu_sm90_step as kernel
 
     return kernel.step(projected, weights, state, live.astype(jnp.int32), shape, eps, interpret)
-
-
-@functools.partial(jax.jit, static_argnames=("shape", "eps", "multiprocessors", "interpret"))
-def launch_step_dense(
-    projected: Array, weights: DeltaWeights, state: DeltaState, live: Array, matrix: Array, exchange: Any, shape: DeltaShape, *,
-    eps: float, multiprocessors: int, interpret: Any = None,
-) -> tuple[Array, DeltaState]:  # fmt: skip
-    """`delta_step_dense` without the device check."""
-    _require(projected, weights, shape)
-    if not isinstance(matrix, jax.Array) or matrix.dtype != projected.dtype:
-        raise NotImplementedError(f"takes a matrix in the dtype of its rows, {projected.dtype}, not {matrix.dtype}")
-    plan = _plan(projected.shape[0], projected.dtype, matrix.shape[0], shape, multiprocessors)
-    from dflash_kernels.recurrent.delta_rule import mosaic_gpu_sm90_step_dense as kernel
-
-    exchange = jax.new_ref(jnp.zeros((plan.parts,), jnp.int32)) if exchange is None else exchange
-    return kernel.step_dense(
-        plan, projected, weights, state, live.astype(jnp.int32), matrix, exchange, shape, eps, interpret
-    )
-
-
-def _plan(slots: int, dtype: Any, features: int, shape: DeltaShape, multiprocessors: int) -> StepPlan:
-    require_half_precision(dtype)
-    if slots != 1:
-        raise NotImplementedError(f"takes one slot, not {slots}")
-    return step_plan(features, shape, multiprocessors)
 
 
 @functools.partial(jax.jit, static_argnames=("shape", "eps", "interpret"))

@@ -5,7 +5,6 @@ which no thread needs another one for, and so is what is written. All that the s
 for that would wait.
 """
 
-from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -32,7 +31,7 @@ def step(
     slots = projected.shape[0]
 
     def body(*refs: Any, **buffers: Any) -> None:
-        Head(shape, eps, refs, buffers, lax.axis_index("slot"), lax.axis_index("head")).run()
+        _Head(shape, eps, refs, buffers).run()
 
     body.__name__ = "delta_step"  # what profilers show
     s = aliased_ref(state.s)
@@ -49,26 +48,18 @@ def step(
     return out, DeltaState(freeze_aliased(s), conv)
 
 
-class Head:
-    """What a CTA does for a value head of a slot.
+class _Head:
+    """The program of one CTA."""
 
-    Args:
-      refs: `projected`, the four weights, `state.conv`, `live`, `state.s`, then the output and the rows for the next token.
-      buffers: `q` and `k`, 128 float32 each in shared memory.
-    """
-
-    def __init__(
-        self, shape: DeltaShape, eps: float, refs: Sequence[Any], buffers: Mapping[str, Any], slot: Any, head: Any
-    ):  # fmt: skip
+    def __init__(self, shape: DeltaShape, eps: float, refs: tuple[Any, ...], buffers: dict[str, Any]):
         self.shape, self.eps, self.buffers = shape, eps, buffers
         self.projected, self.conv, self.a_log, self.dt_bias, self.norm, self.earlier, live, self.s = refs[:8]
         self.out, self.new = refs[8:]
-        self.slot, self.head = slot, head
+        self.slot, self.head = lax.axis_index("slot"), lax.axis_index("head")
         self.key = lax.div(self.head, jnp.int32(shape.heads_per_key))
         self.live = live[self.slot]
 
-    def run(self, announce: Callable[[], None] | None = None) -> None:
-        """`announce`: says that the output is there, which comes first where somebody waits for it."""
+    def run(self) -> None:
         b, own = self.buffers, pl.ds(self.head * WIDTH, WIDTH)
         given = self._rows()
         z = _load(self.projected.at[self.slot, 0, pl.ds(self.shape.channels + self.head * WIDTH, WIDTH)])
@@ -85,17 +76,9 @@ class Head:
         alike = (q * k).sum() * of_q * of_k
         by_key, by_query = summed_columns(held, [b["k"], b["q"]])
         u = (v - by_key * (of_k * decay)) * beta
-
-        def give() -> None:
-            self.out.at[self.slot, 0, own][...] = self._gated(by_query * (of_q * decay) + u * alike, z, weight)
-
-        if announce is not None:
-            give()
-            announce()
         write_columns(self.s, self.slot, self.head, held, b["k"], decay, u * of_k, self.live)
         self._keep([rows for rows, _ in given])
-        if announce is None:
-            give()
+        self.out.at[self.slot, 0, own][...] = self._gated(by_query * (of_q * decay) + u * alike, z, weight)
 
     def _places(self) -> list[Any]:
         """Channels of the head's queries, keys and values."""

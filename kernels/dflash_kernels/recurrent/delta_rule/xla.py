@@ -106,23 +106,6 @@ def delta_step_xla(
     return _slot_by_slot(step, projected, state, live, dtype=projected.dtype)
 
 
-def delta_step_dense_xla(
-    projected: Float[Array, "B 1 W"],
-    weights: DeltaWeights,
-    state: DeltaState,
-    live: Bool[Array, "B"],
-    matrix: Float[Array, "D O"],
-    shape: DeltaShape,
-    *,
-    eps: float,
-    exchange: Any = None,
-) -> tuple[Float[Array, "1 B D"], DeltaState]:
-    """See `delta_step_dense`."""
-    del exchange
-    out, state = delta_step_xla(projected, weights, state, live, shape, eps=eps)
-    return jnp.einsum("bto,do->tbd", out, matrix, preferred_element_type=jnp.float32), state
-
-
 def _step(
     projected: Float[Array, "B 1 W"],
     state: DeltaState,
