@@ -98,7 +98,6 @@ BENCHMARKS = {
     "moe_30b": ("moe.py --shape Qwen3-30B-A3B --without-ragged --tokens 1 8 16 128 512", 120),
     "structured": ("structured.py --shapes qwen3-4b", 200),
     "serving": ("serving.py --shapes qwen3-4b", 160),
-    "serving_deep": ("serving.py --shapes qwen3-4b --concurrency 8 64 --dispatch late deep", 150),
     "moe_lite": ("moe.py --without-ragged --tokens 1 16 128 512 2048", 120),
 }
 # Jobs whose rows nobody has brought home yet; their seconds are guesses.
@@ -111,7 +110,6 @@ WITHOUT_ROWS = (
     "pair_fp8",
     "pair_draft_fp8_dynamic",
     "pair_window",
-    "serving_deep",
 )
 # Commands of rows that need several GPUs at once, which a job here does not get.
 SEVERAL_GPUS = (

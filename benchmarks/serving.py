@@ -136,7 +136,7 @@ def main() -> None:
         "--dispatch",
         nargs="+",
         default=["late"],
-        choices=["late", "early", "deep"],
+        choices=["late", "early"],
         help="see `engine.resources.Resources`",
     )
     options = parser.parse_args()
@@ -170,7 +170,7 @@ def main() -> None:
         try:
             _wait_ready(port)
             for dispatch, users in itertools.product(options.dispatch, options.concurrency):
-                engine.late_dispatch, engine.deep_dispatch = dispatch != "early", dispatch == "deep"
+                engine.late_dispatch = dispatch != "early"
                 _users(port, users, max(2, users), workload.prompts)  # everybody is served once before
                 seen, engine_alone = _users(port, users, counts[users], workload.prompts), alone[users]
                 case = f"serving {options.shapes or 'pair'} U{users}" + ("" if dispatch == "late" else f" {dispatch}")

@@ -315,18 +315,14 @@ class Writer:
             self.decode_s += update.seconds
         reason, stop = update.finish_reason, update.stop_reason
         # One rule for whatever ended it: a token that did is text where `include_stop` asks for it, and a special one never is.
-        silent_end = reason in ("eos", "stop") and not params.include_stop
-        for place, token in enumerate(update.tokens):
-            self.tokens.append(token)
-            self.from_draft.append(update.from_draft[place])
-            if params.logprobs is not None:
-                self.logprobs.append(TokenLogprob(token, update.logprobs[place][0], tuple(update.logprobs[place][1])))
-            silent = silent_end and place == len(update.tokens) - 1
-            stopped = not silent and self.text.add(token, watch=len(self.tokens) > params.min_tokens)
-            self.ends.append(len(self.text.text))
-            if stopped:
-                reason, stop, self.stopped_by_text = "stop", self.text.found, True
-                break
+        count = self._add(update.tokens, silent_end=reason in ("eos", "stop") and not params.include_stop)
+        self.tokens += update.tokens[:count]
+        self.from_draft += update.from_draft[:count]
+        if params.logprobs is not None:
+            each = zip(update.tokens[:count], update.logprobs[:count], strict=True)
+            self.logprobs += [TokenLogprob(token, one, tuple(top)) for token, (one, top) in each]
+        if self.text.found is not None:
+            reason, stop, self.stopped_by_text = "stop", self.text.found, True
         if reason is not None and self.text.finish(watch=len(self.tokens) > params.min_tokens):
             reason, stop, self.stopped_by_text = "stop", self.text.found, True
         # A stop string may end the text in one of several cycles: nothing of those behind it is in the text.
@@ -347,6 +343,22 @@ class Writer:
             update.index, shown, self.tokens[seen:], drafted, gained, reason, result, logprobs,
             scores if update.first else [],
         )  # fmt: skip
+
+    def _add(self, tokens: Sequence[int], *, silent_end: bool) -> int:
+        """Adds the texts of tokens, of the last one not with `silent_end`, up to one that completes a stop string, and returns how
+        many tokens that are."""
+        shown = len(tokens) - (silent_end and len(tokens) > 0)
+        if not self.text.stops:
+            self.ends += self.text.add_all(tokens[:shown])
+            self.ends += [len(self.text.text)] * (len(tokens) - shown)
+            return len(tokens)
+        for place, token in enumerate(tokens):
+            watch = len(self.tokens) + place >= self.request.params.min_tokens
+            stopped = place < shown and self.text.add(token, watch=watch)
+            self.ends.append(len(self.text.text))
+            if stopped:
+                return place + 1
+        return len(tokens)
 
     def so_far(self) -> Completion:
         """What there is of a text that nobody goes on with."""

@@ -10,7 +10,7 @@ for a model's sizes is in `engine/planning.py`.
 
 import inspect
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, TypedDict, get_args, no_type_check
@@ -54,6 +54,11 @@ def as_integer(value: Any) -> int | None:
         return None if isinstance(value, bool) else operator.index(value)
     except TypeError:
         return None
+
+
+def are_integers(values: Collection[Any]) -> bool:
+    """Whether all are integers; a long list of Python's own is one quick look."""
+    return set(map(type, values)) == {int} or all(as_integer(value) is not None for value in values)
 
 
 def as_layers(text: str) -> list[str]:

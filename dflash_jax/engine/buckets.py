@@ -88,9 +88,11 @@ class Buckets:
         """Pieces of prompts that lack so many tokens."""
         return sum(-(-left // self.piece) for left in lefts)
 
-    def room(self, lefts: Sequence[int]) -> int:
-        """Tokens that one more prompt may lack to be prefilled together with these."""
-        return (self.pieces[-1] - self.count(lefts)) * self.piece
+    def room(self, lefts: Sequence[int], most: int | None = None) -> int:
+        """Tokens that one more prompt may lack to be prefilled together with these, in a call of at most so many tokens, or of the
+        fewest that there is."""
+        pieces = [count for count in self.pieces if most is None or count * self.piece <= most] or self.pieces[:1]
+        return (pieces[-1] - self.count(lefts)) * self.piece
 
     @property
     def chunk(self) -> int:

@@ -105,10 +105,6 @@ class Resources:
       late_dispatch: whether the next call is left for late where requests have just ended, so that those which follow them are in
         it (`engine.scheduler.Scheduler`), and who may follow is told first. Where each user asks again once answered, the device
         stands still less; others lose nothing.
-      deep_dispatch: whether one more call is in flight behind first tokens, those who follow requests that have ended are waited
-        for until the cycles behind, results are copied as soon as they are there, and readers of streams are woken while the
-        thread that steps waits for the device. In a model of the scheduler in virtual time, with what calls take the host of an
-        H200, users of Qwen3-4B's shapes get 2 to 8 % more tokens so, 8 of them as well as 64. No GPU has run it.
       cascade: whether requests that begin with the same pages attend to these once (`engine.cascade`): None where that saves time
         on a GPU; True wherever two share a page, waiting for the programs; False never.
       groups: layers whose pages are kept equally long, with the accounts of these; all are free whenever nothing runs.
@@ -144,7 +140,6 @@ class Resources:
     pictures: bool = False
     goes_ahead: bool | None = None
     late_dispatch: bool = True
-    deep_dispatch: bool = False
     cascade: bool | None = None
     programs: Programs = field(default_factory=Programs)
 

@@ -57,7 +57,8 @@ from dflash_jax.engine.verify_policy import Kind, kind_of
 from dflash_jax.engine.warmup import Jobs, admit_program, copy_program, resize_program
 from dflash_jax.errors import DFlashError
 
-# Cycles of a call that stands before a prompt, or before one that may come: more where the host could not keep up.
+# Cycles of a call that stands before a prompt, or before one that may come: more where the host could not keep up, one where it
+# waits for most of them. Prompts have the time beside so many at least.
 FEW_CYCLES = 2
 # Seconds that results take to the host at most which are there when they are asked for and were copied ahead.
 READY_S = 1e-3
@@ -65,6 +66,8 @@ READY_S = 1e-3
 PATIENCE_S = 0.05
 # Of a call on the device, the part behind which the next one is made at the latest: how long it takes is only guessed.
 LATEST = 0.7
+# Readers that are woken before the next calls are made: more of them would take Python from the thread that makes these.
+FEW_READERS = 8
 # Where requests come while others run: prompts and the cycles behind them together, of the time that those cycles take alone, about
 # at most.
 STRETCH = 1.35
@@ -149,13 +152,12 @@ class InFlight:
     Attributes:
       online: whether requests come while others run; then little is queued before the next one.
       returns_early: whether calls have been seen to return while the device works.
-      deep: see `Resources.deep_dispatch`.
       held: seconds that the host spent in `Scheduler._await_company` since results came last.
     """
 
     def __init__(self, core: Resources):
         self.programs = core.programs
-        self.returns_early = self.deep = False
+        self.returns_early = False
         self.clear()
 
     def clear(self) -> None:
@@ -175,10 +177,8 @@ class InFlight:
 
     @property
     def full(self) -> bool:
-        """One call runs and one is behind it. With `deep` there is one more behind first tokens: they take the device less time
-        than the host to see to results and to call again."""
-        behind = self.deep and len(self.items) == MOST_IN_FLIGHT and isinstance(self.items[-1], PrefillResult)
-        return len(self.items) >= MOST_IN_FLIGHT and not behind
+        """One call runs and one is behind it."""
+        return len(self.items) >= MOST_IN_FLIGHT
 
     def compute(self, tokens: int) -> None:
         """Counts tokens of prompts that were started."""
@@ -217,13 +217,14 @@ class InFlight:
         busy = call.returned - call.started - (compiled - call.compiled)
         self._pace, self._busy = max(0.0, spent - call.tokens * self._prompt_pace) / call.cycles, busy
         waited, self.held = waited + self.held, 0.0
-        few = 0.3 * spent  # as long as copies take: the device may have waited for the host
-        if waited < (min(READY_S, few) if self.deep else few):
-            self.few = min(2 * self.few, MAX_CYCLES)
-        elif waited > 0.7 * spent:
-            self.few = max(self.few // 2, FEW_CYCLES)
-        if watch and jax.default_backend() == "gpu":
-            # Not where a call keeps the host busy: results would come later, and no sooner.
+        if waited < min(READY_S, 0.3 * spent):  # as long as copies take: the device may have waited for the host
+            if call.cycles >= self.few:  # fewer, behind a prompt say, tell nothing of so many
+                self.few = min(2 * self.few, MAX_CYCLES)
+        elif spent - waited < 0.3 * self._pace * call.cycles:  # what half of them take is more than the host does
+            self.few = max(self.few // 2, 1)
+        if watch and jax.default_backend() == "gpu" and call.cycles >= min(self.few, FEW_CYCLES):
+            # Not where a call keeps the host busy: results would come later, and no sooner. One cycle alone may take the device
+            # less time than its call the host, which tells nothing.
             self.returns_early = busy < 0.75 * spent
         return spent
 
@@ -245,10 +246,14 @@ class InFlight:
 
     def tokens_between(self, cycles: int) -> int:
         """Tokens of prompts between two calls for cycles, at most so many and `few`, that leave time for one cycle within the
-        `STRETCH` of what the cycles take; those of one call at least, and any number where nobody knows."""
+        `STRETCH` of what the cycles take; those of one call at least, and any number where nobody knows.
+
+        A single cycle leaves time as `FEW_CYCLES` do: slots that stand empty would wait for it too long.
+        """
         if not (self._pace and self._prompt_pace):
             return sys.maxsize
-        return max(LEAST_TOKENS, int((STRETCH * min(cycles, self.few) - 1) * self._pace / self._prompt_pace))
+        few = max(FEW_CYCLES, min(cycles, self.few))
+        return max(LEAST_TOKENS, int((STRETCH * few - 1) * self._pace / self._prompt_pace))
 
     def cycles_behind(self, tokens: int, cycles: int) -> int:
         """Cycles behind so many tokens of prompts, at most so many and `few`: who decodes waits for both, `STRETCH` times as long
@@ -456,8 +461,7 @@ class Batch:
         call = (None, without_pools(self.state), slots, arrays, logits, masks, *self._tables(self.setup))
         state, emitted = self.core.programs.call(admit_program, (self.setup,), (1,), *call)
         self.keep(replace(state, **self._pools))
-        if self.core.deep_dispatch:
-            begin_copies(emitted, logprobs=self.needs.logprobs)
+        begin_copies(emitted, logprobs=self.needs.logprobs)
         for job in jobs.values():
             self.retired[job.slot] = False
             self.slots.filled(job)
@@ -489,8 +493,7 @@ class Batch:
         else:
             call = self.loop_arguments(setup, table, cycles, until_any=until_any, shared=shared)
             state, emitted = self.core.programs.call(loop, (setup, MAX_CYCLES), (2,), *call)
-            if self.core.deep_dispatch:
-                begin_copies(emitted, logprobs=setup.logprobs)
+            begin_copies(emitted, logprobs=setup.logprobs)
         self.keep(state)
         self.retired[:] = False
         rows = [Row(job, job.stay, job.slot) for job in running]
@@ -922,7 +925,7 @@ class Scheduler:
         core = self._engine()
         with named_memory_errors("requests were served"):
             try:
-                batch, self.inflight.deep = self._ready_batch(core), core.deep_dispatch
+                batch = self._ready_batch(core)
                 # Cycles go behind a prompt before its first token is read, also where nobody else runs: on an H200 a lone user's
                 # came 2 ms earlier when it was read first (6.4 for 8.5), but the device stood still while cycles were called, and
                 # 64 tokens took 1 ms longer, 2 to 3 %.
@@ -954,8 +957,6 @@ class Scheduler:
                 if self._news.wait(left):
                     self._drain()
         self.inflight.held += time.perf_counter() - began
-        if not self.inflight.deep:
-            self._ended = 0
 
     def _engine(self) -> Resources:
         core = self._core()
@@ -1100,12 +1101,13 @@ class Scheduler:
         return min(most, self.inflight.tokens_between(batch.cycles)) if comes else most
 
     def _gather(self, batch: Batch) -> list[Job]:
-        """Requests whose prompts are prefilled next: the first of those that are not in the pages, and all that fit beside it."""
-        jobs = batch.slots.filling
+        """Requests whose prompts are prefilled next: the first of those that are not in the pages, and all that fit beside it in a
+        call, and in the time that others wait for it."""
+        jobs, most = batch.slots.filling, self._prompt_tokens(batch) if batch.slots.decoding else None
         if not jobs:
             self._admit(batch)
         while jobs := batch.slots.filling:
-            room = batch.core.buckets.room([job.length - job.filled for job in jobs])
+            room = batch.core.buckets.room([job.length - job.filled for job in jobs], most)
             if room <= 0 or not self._admit(batch, room):
                 break
         return list(jobs)
@@ -1240,7 +1242,7 @@ class Scheduler:
 
     def _look(self, batch: Batch, item: PrefillResult | DecodeCall) -> None:
         """Waits for the results of a call, and sends them."""
-        if isinstance(item, DecodeCall) or not self.inflight.deep:
+        if isinstance(item, DecodeCall):
             self._ended = 0  # who has not followed by now
         rows = [row for row in item.rows if row.here]
         if not rows:  # all have left since it was started
@@ -1259,6 +1261,8 @@ class Scheduler:
         self._ring()
         if not hurries:
             self._send()
+        if len(rows) <= FEW_READERS:
+            self._ring()
 
     def _hurries(self, batch: Batch) -> bool:
         """Whether the device has nothing behind it that takes long: then nobody is told anything before its next call but those who
@@ -1269,7 +1273,7 @@ class Scheduler:
     def _first_tokens(self, core: Resources, item: Any, rows: Sequence[Row]) -> list[tuple[Job, Update]]:
         emitted = jax.tree.map(lambda leaf: leaf[None], on_host(item.emitted, logprobs=item.logprobs))
         self.inflight.first_seconds(item)
-        self.calling = self.inflight.deep
+        self.calling = True
         now, updates = time.perf_counter(), []
         for row in rows:
             job = row.job
@@ -1286,7 +1290,7 @@ class Scheduler:
     def _decoded(self, core: Resources, item: Any, rows: Sequence[Row]) -> list[tuple[Job, Update]]:
         asked = time.perf_counter()
         host = on_host(item.emitted, logprobs=item.setup.logprobs)
-        waited, self.calling = time.perf_counter() - asked, self.inflight.deep
+        waited, self.calling = time.perf_counter() - asked, True
         watch = core.goes_ahead is None and item.setup.mode != "structured"  # whose calls return with their results
         spent, updates = self.inflight.seconds(item, waited, watch=watch), []
         if item.setup.draft is not None:
@@ -1314,8 +1318,6 @@ class Scheduler:
             if job.ticket in self._live:
                 self._account(job, update, left=left)
             self._unsent.popleft()
-        if not self.inflight.deep:
-            self._ring()
 
     def _ring(self) -> None:
         """Wakes who reads what was sent."""

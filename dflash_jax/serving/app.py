@@ -295,13 +295,13 @@ class Routes:
                 for piece in await call.take():
                     call.answer.note(piece)
 
-        await _unless_gone(request, call.within(work()))
+        await call.unless_gone(request, call.within(work()))
         call.end()
         return _json(call.answer.whole())
 
     async def _stream(self, request: Request, call: "Call") -> Response:
         # The first pieces before the status: what is refused or fails until then is an answer of its own.
-        first = await _unless_gone(request, call.within(call.take()))
+        first = await call.unless_gone(request, call.within(call.take()))
         return _Stream(request, call, first)
 
     # Tokens.
@@ -417,6 +417,7 @@ class Call:
     started: float = field(default_factory=time.perf_counter)
     heard: float | None = None
     _ended: bool = False
+    _leaving: asyncio.Task[None] | None = None
 
     async def take(self, patience: float | None = None) -> list[Piece]:
         """Pieces that have come, counted; none after so many seconds of `patience`."""
@@ -448,6 +449,21 @@ class Call:
         except TimeoutError:
             raise _too_long(limit) from None
 
+    async def unless_gone[T](self, request: Request, work: Awaitable[T]) -> T:
+        """What `work` gives. Raises ClientDisconnect, with the work cancelled, where the client leaves before that."""
+        working = asyncio.ensure_future(work)
+        self._leaving = self._leaving or asyncio.create_task(_gone(request))
+        try:
+            await asyncio.wait({working, self._leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                return working.result()
+            raise ClientDisconnect
+        finally:
+            if not working.done():
+                working.cancel()
+                with suppress(asyncio.CancelledError, Exception):
+                    await working
+
     def patience(self) -> float:
         """Seconds to wait for the next pieces before something is said."""
         limit = self.front.options.request_timeout
@@ -464,6 +480,8 @@ class Call:
         """Ends what goes on, once."""
         if not self._ended:
             self._ended = True
+            if self._leaving is not None:
+                self._leaving.cancel()
             self.front.live -= self.choices
             self.engine.release(self.run)
 
@@ -479,7 +497,7 @@ class _Stream(Response):
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         try:
-            await _unless_gone(self._request, self._write(send))
+            await self._call.unless_gone(self._request, self._write(send))
         except ClientDisconnect:
             pass
         finally:
@@ -521,22 +539,7 @@ def _too_long(limit: float | None) -> Problem:
     return Problem(504, message, code="request_timeout", headers={"x-should-retry": "false"})
 
 
-async def _unless_gone[T](request: Request, work: Awaitable[T]) -> T:
-    """What `work` gives. Raises ClientDisconnect, with the work cancelled, where the client leaves before that."""
-
-    async def gone() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    working, leaving = asyncio.ensure_future(work), asyncio.create_task(gone())
-    try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        raise ClientDisconnect
-    finally:
-        for task in (working, leaving):
-            if not task.done():
-                task.cancel()
-                with suppress(asyncio.CancelledError, Exception):
-                    await task
+async def _gone(request: Request) -> None:
+    """Returns once the client has left."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

@@ -11,7 +11,7 @@ from dflash_jax.engine.requests import Request
 from dflash_jax.errors import ParameterError
 from dflash_jax.generation import prompted, shortened
 from dflash_jax.model import Model
-from dflash_jax.options import as_integer
+from dflash_jax.options import are_integers, as_integer
 from dflash_jax.sampling_params import MAX_CHOICES, MAX_LOGPROBS, SamplingParams
 from dflash_jax.serving.problems import Problem
 from dflash_jax.serving.structure import FIELDS as STRUCTURE_FIELDS
@@ -124,7 +124,7 @@ def completion_ask(body: Mapping[str, Any], defaults: Mapping[str, Any] = Mappin
     if not _is_list(listed) or not listed:
         raise _wrong("prompt", "a text, token ids, or a list of those", prompts)
     for place, prompt in enumerate(listed):
-        ids = _is_list(prompt) and len(prompt) > 0 and all(as_integer(token) is not None for token in prompt)
+        ids = _is_list(prompt) and len(prompt) > 0 and are_integers(prompt)
         if not isinstance(prompt, str) and not ids:
             raise _wrong("prompt" if single else f"prompt.{place}", "a text or token ids", prompt)
         if prompt == "":
@@ -160,6 +160,8 @@ def chat_ask(body: Mapping[str, Any], template: str | None, defaults: Mapping[st
         raise Problem(400, "top_logprobs needs logprobs: true", param="top_logprobs", code="invalid_value")
     most = _limit(body, "max_completion_tokens")
     options = dict(_mapping(body, "chat_template_kwargs"))
+    if not isinstance(body.get("reasoning_effort", ""), str):
+        raise _wrong("reasoning_effort", "a text", body["reasoning_effort"])
     if "reasoning_effort" in body and "enable_thinking" not in options:
         options["enable_thinking"] = body["reasoning_effort"] != "none"
     for name in _SENT_TO_ALL:
@@ -183,7 +185,8 @@ def requests_of(model: Model, ask: Ask) -> list[Request]:
             prompt = model.tokenizer.encode(prompt, special=False)
         ids, held = prompted(model, prompt, chat=False, chat_options=ask.chat_options)
         least = 1 if ask.max_tokens is None else ask.max_tokens
-        ids = shortened(ids, held, replace(ask.params, max_tokens=max(least, ask.params.min_tokens)), longest)
+        if ask.params.truncate_prompt_tokens is not None:
+            ids = shortened(ids, held, replace(ask.params, max_tokens=max(least, ask.params.min_tokens)), longest)
         room = longest - len(ids)
         if room < min(1, least):
             raise Problem(
@@ -197,8 +200,9 @@ def requests_of(model: Model, ask: Ask) -> list[Request]:
         pictures = None if held is None or model.vision is None else held.seen(model.vision)
         for choice in range(ask.n):
             seed = None if ask.seed is None else (ask.seed + choice) % 2**64
-            fewest = min(ask.params.min_tokens, most)
-            params = replace(ask.params, max_tokens=most, min_tokens=fewest, seed=seed)
+            made = {"max_tokens": most, "min_tokens": min(ask.params.min_tokens, most), "seed": seed}
+            same = all(getattr(ask.params, name) == value for name, value in made.items())
+            params = ask.params if same else replace(ask.params, **made)  # which checks all of it again
             request = Request(
                 len(requests), ids, params, model.eos_ids, refused=refused, grammar=grammar, pictures=pictures
             )
@@ -233,6 +237,13 @@ def _ask(
     if bias := _mapping(body, "logit_bias"):
         given["logit_bias"] = {_token(name): amount for name, amount in bias.items()}
     least = as_integer(given.get("min_tokens", 0)) or 0
+    if (
+        most is not None
+        and "min_tokens" in body
+        and least > most
+        and {"max_tokens", "max_completion_tokens"} & body.keys()
+    ):
+        raise _wrong("min_tokens", f"at most max_tokens, which is {most}", body["min_tokens"])
     by, structured = structure_of(body) or (None, None)
     params = SamplingParams(
         max_tokens=max(1, most or 1, least), logprobs=logprobs, stop=stops, structured=structured, **given
@@ -320,7 +331,8 @@ def _call(call: Any, at: str) -> dict[str, Any]:
         raise _wrong(at, "a call with a function and its name", call)
     arguments = function.get("arguments", "{}")
     try:
-        made = json.loads(arguments) if isinstance(arguments, str) else arguments
+        # Clients give back what they were streamed: nothing where a function takes nothing.
+        made = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
     except (ValueError, RecursionError):
         raise _wrong(f"{at}.function.arguments", "a JSON object as a text", arguments) from None
     if not isinstance(made, dict):

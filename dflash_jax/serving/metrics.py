@@ -1,9 +1,12 @@
 """Figures of a server in Prometheus's form, under vLLM's names: what reads those shows acceptance without a line of its own."""
 # pyright: reportMissingImports=false
 
-from collections.abc import Callable, Sequence
+import collections
+from collections.abc import Callable, Iterator, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, generate_latest
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
+from prometheus_client.registry import Collector
 
 from dflash_jax.model import Model
 from dflash_jax.serving.answers import reason_of
@@ -12,6 +15,49 @@ from dflash_jax.text.completion import Completion
 LABELS = ("model_name", "engine")
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000)
+
+
+class Drafting(Collector):
+    """Figures of drafting, made of the cycles' gains where somebody asks: a request has dozens of cycles.
+
+    Args:
+      places: proposals of a cycle; without any there are no figures but zeros.
+
+    Attributes:
+      cycles: how many gained so many tokens.
+    """
+
+    def __init__(self, places: int, labels: Sequence[str]):
+        self.places, self._labels = places, labels
+        self.cycles = collections.Counter[int]()
+
+    def collect(self) -> Iterator[Metric]:
+        """The figures, for Prometheus's registry."""
+        cycles = self.cycles.total()
+        gained = sum(length * count for length, count in self.cycles.items())
+        for name, about, value in (
+            ("num_drafts", "Cycles that drafted", cycles),
+            ("num_draft_tokens", "Tokens proposed", cycles * self.places),
+            ("num_accepted_tokens", "Proposals that stood", gained - cycles),
+        ):
+            made = CounterMetricFamily(f"vllm:spec_decode_{name}", about, labels=LABELS)
+            made.add_metric(self._labels, value)
+            yield made
+        at_most = [
+            sum(count for length, count in self.cycles.items() if length <= place)
+            for place in range(1, self.places + 2)
+        ]
+        made = CounterMetricFamily(
+            "vllm:spec_decode_num_accepted_tokens_per_pos", "Proposals that stood, by place in the block",
+            labels=(*LABELS, "position"),
+        )  # fmt: skip
+        for place in range(self.places):
+            made.add_metric((*self._labels, str(place)), cycles - at_most[place])
+        yield made
+        made = HistogramMetricFamily("dflash_jax:acceptance_length", "Tokens that a cycle gained", labels=LABELS)
+        buckets = [(f"{place}.0", float(count)) for place, count in enumerate(at_most, 1)]
+        made.add_metric(self._labels, [*buckets, ("+Inf", float(cycles))], float(gained))
+        yield made
 
 
 class Metrics:
@@ -36,16 +82,8 @@ class Metrics:
         self.generated = self._counter("generation_tokens", "Tokens produced")
         self.queries = self._counter("prefix_cache_queries", "Tokens of prompts that were looked for in pages")
         self.hits = self._counter("prefix_cache_hits", "Tokens of prompts that were found in pages")
-        self.drafts = self._counter("spec_decode_num_drafts", "Cycles that drafted")
-        self.drafted = self._counter("spec_decode_num_draft_tokens", "Tokens proposed")
-        self.accepted = self._counter("spec_decode_num_accepted_tokens", "Proposals that stood")
-        self._by_place = Counter(
-            "vllm:spec_decode_num_accepted_tokens_per_pos", "Proposals that stood, by place in the block",
-            (*LABELS, "position"), registry=self.registry,
-        )  # fmt: skip
-        self.places = 0 if model.draft is None else model.draft.num_drafts
-        for place in range(self.places):
-            self._by_place.labels(*self._labels, str(place))
+        self._drafting = Drafting(0 if model.draft is None else model.draft.num_drafts, self._labels)
+        self.registry.register(self._drafting)
         self._success = Counter(
             "vllm:request_success", "Requests answered", (*LABELS, "finished_reason"), registry=self.registry
         )
@@ -63,14 +101,6 @@ class Metrics:
         self.waited = self._histogram("request_queue_time_seconds", "From the request to its slot", _SECONDS)
         self.prompts = self._histogram("request_prompt_tokens", "Tokens of a prompt", _TOKENS)
         self.texts = self._histogram("request_generation_tokens", "Tokens of an answer", _TOKENS)
-        lengths = tuple(range(1, self.places + 2))
-        self.lengths = Histogram(
-            "dflash_jax:acceptance_length",
-            "Tokens that a cycle gained",
-            LABELS,
-            registry=self.registry,
-            buckets=lengths,
-        ).labels(*self._labels)
 
     def answered(self, row: Completion, seconds: float) -> None:
         """Counts a request that came to its end after so many seconds."""
@@ -89,17 +119,8 @@ class Metrics:
             self.each.observe(stats.decode_s / (produced - 1))
         self.prompts.observe(prompt)
         self.texts.observe(produced)
-        if self.places:
-            self._drafting(row.acceptance_lengths)
-
-    def _drafting(self, lengths: list[int]) -> None:
-        self.drafts.inc(len(lengths))
-        self.drafted.inc(len(lengths) * self.places)
-        self.accepted.inc(sum(lengths) - len(lengths))
-        for length in lengths:
-            self.lengths.observe(length)
-        for place in range(self.places):
-            self._by_place.labels(*self._labels, str(place)).inc(sum(length - 1 > place for length in lengths))
+        if self._drafting.places:
+            self._drafting.cycles.update(row.acceptance_lengths)
 
     def rejected(self, reason: str) -> None:
         """Counts a request that was refused for want of room."""

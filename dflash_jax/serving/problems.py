@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dflash_jax.errors import CapacityError, DFlashError, ParameterError, PromptError, TokenizerError
+from dflash_jax.sampling_params import SamplingParams
 
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 MOST_SHOWN = 1000  # characters of a message: values in it are the caller's own, and may be long
@@ -55,8 +56,9 @@ def problem_of(error: Exception, *, begun: bool = False) -> Problem:
     if isinstance(error, CapacityError):
         return Problem(400, text, code="context_length_exceeded")
     if isinstance(error, ParameterError):
-        name = text.partition(" ")[0]
-        return Problem(400, text, param=name if name.isidentifier() else None, code="invalid_value")
+        name = "chat_template_kwargs" if text.startswith("the chat template ") else text.partition(" ")[0]
+        known = (*SamplingParams.__dataclass_fields__, "chat_template_kwargs")
+        return Problem(400, text, param=name if name in known else None, code="invalid_value")
     if isinstance(error, PromptError | TokenizerError):
         return Problem(400, text, code="invalid_value")
     if isinstance(error, DFlashError):

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
+from dflash_jax.options import as_integer
 from dflash_jax.serving.bodies import shown
 from dflash_jax.serving.problems import Problem
 from dflash_jax.serving.tools import ChatAsk, chat_with_tools
@@ -58,8 +59,10 @@ def response_ask(
                 raise _unknown(f"{name}.{inner}")
     chat: dict[str, Any] = {name: body[name] for name in _SAME if name in body}
     chat["messages"] = _messages(body)
-    if "max_output_tokens" in body:
-        chat["max_tokens"] = body["max_output_tokens"]
+    if (most := body.get("max_output_tokens")) is not None:
+        if (count := as_integer(most)) is None or count < 1:
+            raise _wrong("max_output_tokens", "an integer of at least 1", most)
+        chat["max_tokens"] = count
     if body.get("tools"):
         chat["tools"] = [_tool(tool, f"tools.{place}") for place, tool in enumerate(_list(body, "tools"))]
     if "tool_choice" in body:

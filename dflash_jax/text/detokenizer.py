@@ -1,12 +1,11 @@
 """Text that is safe to show from a growing list of token ids: whole characters, nothing a stop string may still take back."""
 
 import codecs
+import itertools
 from collections.abc import Sequence
 
+from dflash_jax.text.token_bytes import REPLACEMENT
 from dflash_jax.text.tokenizer import Tokenizer
-
-# What decoders write for bytes that are no character, or not yet one.
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 # Tokens, or bytes, that wait for a character's end; and of tokens those that are kept then, the first and the last of them: a
 # character has four bytes at most, and byte fallback gives every byte of a run up once four of them made none.
@@ -47,13 +46,28 @@ class TextStream:
 
     def add(self, token: int, *, watch: bool = True) -> bool:
         """Takes one token. True when it completes a stop string (`watch` False looks for none): the text then ends there."""
-        if self.tokenizer is None or self.tokenizer.is_silent(token, special=self.special):
-            return False
+        return self._extend(self._piece(token), watch=watch)
+
+    def add_all(self, tokens: Sequence[int]) -> list[int]:
+        """Takes tokens where no stop string is looked for. Characters of the text up to each."""
+        pieces = [self._piece(token) for token in tokens]
+        ends = itertools.accumulate(map(len, pieces), initial=len(self.text))
+        self.text += "".join(pieces)
+        return list(ends)[1:]
+
+    def _piece(self, token: int) -> str:
+        """What a token adds to the text; nothing while the last character may be unfinished."""
+        if self.tokenizer is None:
+            return ""
+        if self._joins and not self._bytes and (text := self.tokenizer.alone(token, special=self.special)) is not None:
+            return text
+        if self.tokenizer.is_silent(token, special=self.special):
+            return ""
         if self._joins:
             self._bytes += self.tokenizer.token_bytes.of(token)
-            return self._extend(self._joined(), watch=watch)
+            return self._joined()
         self._ids.append(token)
-        return self._extend(self._decoded(self.tokenizer), watch=watch)
+        return self._decoded(self.tokenizer)
 
     def finish(self, *, watch: bool = True) -> bool:
         """No token follows: what waited for its last bytes becomes text. True when that completes a stop string."""

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from dflash_jax.errors import PromptError, TokenizerError
-from dflash_jax.options import as_integer
+from dflash_jax.options import are_integers, as_integer
 from dflash_jax.text.tokenizer import Tokenizer
 
 type Messages = Sequence[Mapping[str, Any]]
@@ -53,8 +53,8 @@ def prompt_ids(
     if isinstance(prompt, str) and chat:
         prompt = [{"role": "user", "content": prompt}]
     listed = isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes | bytearray)
-    if listed and all(_is_id(token) for token in prompt):
-        return tuple(operator.index(token) for token in cast(Sequence[int], prompt))
+    if listed and are_integers(prompt):
+        return tuple(map(operator.index, cast(Sequence[int], prompt)))
     if isinstance(prompt, Mapping):
         raise PromptError(_ONE_MESSAGE)
     if is_chat(prompt) and (others := [type(one).__name__ for one in prompt if not isinstance(one, Mapping)]):

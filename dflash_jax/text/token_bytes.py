@@ -2,6 +2,9 @@
 
 import tokenizers
 
+# What decoders write for bytes that are no character, or not yet one.
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
 
 class TokenBytes:
     """Of a tokenizer's backend. What was found is kept.

@@ -12,7 +12,7 @@ from dflash_jax.errors import ConfigError, PromptError, TokenizerError
 from dflash_jax.text.backend import named_errors, read_backend
 from dflash_jax.text.chat_template import render
 from dflash_jax.text.special_tokens import MAX_ID, complete, is_id, named_tokens
-from dflash_jax.text.token_bytes import TokenBytes
+from dflash_jax.text.token_bytes import REPLACEMENT, TokenBytes
 
 MAX_TEMPLATE_BYTES = 1 << 20
 MAX_END_TOKENS = 64
@@ -40,6 +40,7 @@ class Tokenizer:
         self.backend, self.template, self.special = backend, template, dict(special or {})
         self.tool_template = tool_template
         self._kinds: dict[int, Literal["text", "special", "unknown"]] = {}
+        self._alone: tuple[dict[int, str | None], dict[int, str | None]] = ({}, {})  # without and with special tokens
 
     @classmethod
     def from_folder(cls, folder: Path) -> "Tokenizer | None":
@@ -93,6 +94,16 @@ class Tokenizer:
     def joins_bytes(self) -> bool:
         """Whether `decode` joins the bytes of tokens that are not silent; another decoder may regard a token's neighbors."""
         return self.token_bytes.whole and type(self).decode is Tokenizer.decode
+
+    def alone(self, token: int, *, special: bool = False) -> str | None:
+        """What a token is among others that are whole characters, where a text is the bytes of its tokens (`joins_bytes`): nothing
+        where it is silent, and None where its bytes may be a part of a character."""
+        known = self._alone[special]
+        if token not in known:
+            silent = self.is_silent(token, special=special)
+            text = "" if silent else self.token_bytes.of(token).decode("utf-8", "replace")
+            known[token] = None if REPLACEMENT in text else text
+        return known[token]
 
     def is_silent(self, token: int, *, special: bool = False) -> bool:
         """Whether a token is no text among any others: a special one, unless `special` are text, or one that no vocabulary has."""

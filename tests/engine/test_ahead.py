@@ -4,7 +4,6 @@ import itertools
 import sys
 import threading
 import time
-from collections import deque
 from dataclasses import replace
 
 import pytest
@@ -12,7 +11,6 @@ import pytest
 from dflash_jax.decoding.loop import no_rows
 from dflash_jax.engine import scheduler
 from dflash_jax.engine.requests import Request, on_host
-from dflash_jax.engine.resources import LEAST_TOKENS
 from dflash_jax.sampling_params import SamplingParams
 
 LENGTHS = (33, 50, 21)
@@ -174,34 +172,36 @@ def finished_call(pair, **times):
     return scheduler.DecodeCall([], no_rows(setup, 4, 1), setup, 4, 4, **times)
 
 
-@pytest.mark.parametrize("deep", [False, True])
-def test_cycles_behind_are_as_many_as_keep_the_device_busy(pair, monkeypatch, deep):
+def test_cycles_behind_are_as_many_as_keep_the_device_busy(pair, monkeypatch):
     """Where the host finds results waiting for it, calls are made longer; where it waits for most of a call, shorter again."""
     queued, few = scheduler.InFlight(pair.engine), []
     call = finished_call(pair, started=0.0, compiled=0.0, returned=0.1)
     monkeypatch.setattr(pair.engine.programs, "compile_s", 0.0)
     times = itertools.count(1.0)
     monkeypatch.setattr(scheduler.time, "perf_counter", lambda: next(times))
-    there = scheduler.READY_S / 2
-    queued.deep, short = deep, there if deep else 0.1
-    for waited in (0.5, short, short, 0.2 if deep else 0.5, *[short] * 4, *[0.9] * 6):
-        queued.seconds(call, waited)
+    short = scheduler.READY_S / 2
+    for waited in (0.5, short, 0.2, *[0.9] * 4, *[short] * 3):
+        queued.seconds(replace(call, cycles=queued.few), waited)
         few.append(queued.few)
-    assert few == [2, 4, 8, 8, 16, 32, 32, 32, 16, 8, 4, 2, 2, 2]
+    assert few == [2, 4, 4, 2, 1, 1, 1, 2, 4, 8]
+    for _ in range(4):
+        queued.seconds(replace(call, cycles=32), short)
+    assert queued.few == 32
 
 
-def test_one_call_more_is_behind_first_tokens(pair):
+def test_fewer_cycles_tell_nothing_of_more(pair, monkeypatch):
+    """A call of one cycle behind a prompt takes the host as long as one of many, and the device less."""
     queued = scheduler.InFlight(pair.engine)
-    cycles = finished_call(pair, started=0.0, compiled=0.0)
-    first = scheduler.PrefillResult([], cycles.emitted, logprobs=False)
-    for items, full in (
-        ([], False), ([cycles], False), ([cycles, cycles], True), ([first, cycles], True), ([cycles, first], False),
-        ([first, first], False), ([cycles, first, cycles], True), ([cycles, first, first], True),
-    ):  # fmt: skip
-        queued.items, queued.deep = deque(items), True
-        assert queued.full == full
-        queued.deep = False
-        assert queued.full == (len(items) > 1)
+    call = finished_call(pair, started=0.0, compiled=0.0, returned=0.9)
+    monkeypatch.setattr(pair.engine.programs, "compile_s", 0.0)
+    times = itertools.count(1.0)
+    monkeypatch.setattr(scheduler.time, "perf_counter", lambda: next(times))
+    monkeypatch.setattr(scheduler.jax, "default_backend", lambda: "gpu")
+    queued.returns_early = True
+    queued.seconds(replace(call, cycles=1), 0.0)
+    assert (queued.few, queued.returns_early) == (2, True)
+    queued.seconds(replace(call, cycles=2), 0.0)
+    assert (queued.few, queued.returns_early) == (4, False)
 
 
 def test_no_second_is_counted_twice(eager, make_prompts, monkeypatch):
@@ -293,11 +293,13 @@ def test_prompts_and_cycles_between_two_looks_last_alike(pair, monkeypatch):
     queued.first_seconds(queued.take())  # 1,000 tokens in 2 seconds
     now[0] = 14.0
     assert queued.seconds(queued.take(), 2.0) == 4.0  # of 4 cycles
-    assert [queued.tokens_between(cycles) for cycles in (1, 2, 4)] == [LEAST_TOKENS, 850, 850]  # few are 2
+    assert [queued.tokens_between(cycles) for cycles in (1, 2, 4)] == [850, 850, 850]  # few are 2
     assert [queued.cycles_behind(tokens, 4) for tokens in (0, 300, 500, 3000)] == [2, 2, 1, 1]
     queued.few = 8
     assert queued.tokens_between(4) == 2200
     assert [queued.cycles_behind(tokens, 4) for tokens in (0, 690, 900, 1900, 3000)] == [4, 4, 3, 1, 1]
+    queued.few = 1
+    assert (queued.tokens_between(4), queued.cycles_behind(0, 4)) == (850, 1)
     queued.few = 2
     queued.compute(1000)
     queued.add(scheduler.PrefillResult([], call.emitted, logprobs=False, started=14.0))
@@ -359,6 +361,35 @@ def test_who_has_ended_is_told_first(eager, make_prompts, monkeypatch, late):
     end = next(i for i, one in enumerate(told) if one[:2] == (1, "length"))
     assert told[end + 1] == "loop" if late else told[end + 1][0] == 0
     assert [sum(one[2] for one in told if one[0] == i) for i in (0, 1)] == [40, 20]
+    eager.assert_free()
+
+
+@pytest.mark.parametrize("few", [0, 1])
+def test_few_readers_are_woken_before_the_next_call(eager, make_prompts, monkeypatch, few):
+    """And many once it is made; an end wakes its reader at once in any case."""
+    order, call = [], eager.engine.programs.call
+    monkeypatch.setattr(scheduler, "FEW_READERS", few)
+
+    def called(function, *args):
+        order.append(function.__name__)
+        return call(function, *args)
+
+    def looked(*args, **options):
+        order.append("look")
+        return on_host(*args, **options)
+
+    monkeypatch.setattr(eager.engine.programs, "call", called)
+    monkeypatch.setattr(scheduler, "on_host", looked)
+    bell, engine = lambda: order.append("bell"), eager.engine.scheduler
+    request = Request(0, tuple(make_prompts([5])[0]), SamplingParams(max_tokens=60, ignore_eos=True))
+    engine.submit(request, lambda ticket, update: bell, draft=True, cycles=1)
+    while engine.step():
+        pass
+    engine.step()  # gives up the batch
+    behind = [order[place + 1] for place, what in enumerate(order[:-1]) if what == "look"]
+    assert order.count("bell") == order.count("look")
+    assert set(behind) == {"bell"} if few else behind.count("loop") > len(behind) / 2
+    assert behind[-1] == "bell"
     eager.assert_free()
 
 

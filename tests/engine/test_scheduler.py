@@ -29,9 +29,9 @@ def shared(make_pair):
     return make_pair(page_size=8, max_chunk=16, num_pages=60)
 
 
-@pytest.fixture(params=["look first", "ahead", "deep"])
+@pytest.fixture(params=["look first", "ahead"])
 def pair(shared, request) -> Iterator:
-    shared.engine.goes_ahead, shared.engine.deep_dispatch = request.param != "look first", request.param == "deep"
+    shared.engine.goes_ahead = request.param == "ahead"
     yield shared
     shared.assert_free()
 

@@ -294,6 +294,7 @@ def test_several_prompts_take_as_few_rows_as_hold_them():
     assert buckets.prompts([300, 40]) == (16, 32)
     assert buckets.room([33, 65]) == 11 * 32
     assert buckets.room([600]) < 0
+    assert [buckets.room([33], most) for most in (512, 511, 300, 127, 1)] == [14 * 32, 6 * 32, 6 * 32, 2 * 32, 2 * 32]
 
 
 def test_calls_that_are_known_before(pair, make_prompts, calls):

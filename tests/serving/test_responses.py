@@ -94,6 +94,7 @@ def test_items_of_earlier_answers_are_messages(model, monkeypatch):
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0"),
         ({"input": "x", "previous_response_id": "r"}, "previous_response_id"), ({"input": "x", "background": True}, "background"),
         ({"input": "x", "tools": [{"type": "web_search"}]}, "tools.0"), ({"input": "x", "messages": []}, "messages"),
+        *[({"input": "x", "max_output_tokens": most}, "max_output_tokens") for most in (0, -1, 2.0, "8", True)],
         ({"input": "x", "instructions": 3}, "instructions"), ({"input": "x", "text": 3}, "text"),
         ({"input": "x", "text": {"format": {"type": "json_schema", "name": "n"}}}, "response_format"),
     ):  # fmt: skip

@@ -238,6 +238,12 @@ def test_the_models_defaults_hold_where_a_request_says_nothing(model):
     assert requests_of(model, completion_ask(body | {"truncate_prompt_tokens": 2}))[0].prompt == (299, 300)
 
 
+def test_calls_without_arguments_come_back_as_they_were_streamed():
+    called = {"id": "c", "type": "function", "function": {"name": "f", "arguments": ""}}
+    messages = [*CHAT["messages"], {"role": "assistant", "content": None, "tool_calls": [called]}]
+    assert chat_ask({"messages": messages}, None).prompts[0][1]["tool_calls"][0]["function"]["arguments"] == {}
+
+
 CHAT = {"messages": [{"role": "user", "content": "x"}]}
 WRONG = [
     ("/v1/completions", {"prompt": "x", "model": "other"}, 404, "model", "model_not_found"),
@@ -264,6 +270,15 @@ WRONG = [
     ("/v1/chat/completions", CHAT | {"tools": []}, 400, "tools", "invalid_value"),
     ("/v1/chat/completions", CHAT | {"top_logprobs": 1}, 400, "top_logprobs", "invalid_value"),
     ("/v1/chat/completions", {"messages": [{"role": "x", "content": ""}]}, 400, "messages.0.role", "invalid_value"),
+    ("/v1/completions", {"prompt": "x", "max_tokens": 4, "min_tokens": 5}, 400, "min_tokens", "invalid_value"),
+    ("/v1/chat/completions", CHAT | {"reasoning_effort": 5}, 400, "reasoning_effort", "invalid_value"),
+    (
+        "/v1/chat/completions",
+        CHAT | {"chat_template_kwargs": {"messages": []}},
+        400,
+        "chat_template_kwargs",
+        "invalid_value",
+    ),
     ("/v1/nothing", {}, 404, None, None),
     ("/v1/models", {}, 405, None, None),
 ]

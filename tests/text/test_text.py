@@ -55,6 +55,21 @@ def test_pieces_make_the_whole_text(ids: list[int]) -> None:
     assert "".join(pieces) == stream.text == whole
 
 
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(st.one_of(ANY_IDS, CUT_TEXT), st.integers(0, 5), st.booleans(), st.sampled_from([byte_level, byte_fallback]))
+def test_tokens_at_once_are_tokens_one_by_one(ids: list[int], first: int, special: bool, make: Callable) -> None:
+    tokenizer = TOKENIZERS.setdefault(make.__name__, make())
+    one, all_of_them = (TextStream(tokenizer, special=special) for _ in range(2))
+    ends = []
+    for token in ids:
+        assert not one.add(token)
+        ends.append(len(one.text))
+    assert all_of_them.add_all(ids[:first]) + all_of_them.add_all(ids[first:]) == ends
+    for stream in (one, all_of_them):
+        stream.finish()
+    assert one.text == all_of_them.text
+
+
 @pytest.mark.parametrize("make", [byte_level, byte_fallback, metaspace])
 def test_tokens_that_are_silent_add_nothing_anywhere(make: Callable[[], Tokenizer]) -> None:
     """By definition: unknown ones, and those that are text with special tokens alone."""
