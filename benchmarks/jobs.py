@@ -122,6 +122,7 @@ SEVERAL_GPUS = (
     "several_gpus.py --calls 4 --models qwen3.5-9b --tp 2 --batch 1 8 --exchange",
     "several_gpus.py --calls 4 --models qwen3.5-9b --tp 2 --batch 1 8 --collectives",
     "several_gpus.py --calls 4 --models qwen3-235b-a22b --tp 4 --batch 1",
+    "several_gpus.py --calls 4 --models qwen3-8b --tp 4 --batch 32",
 )
 PARTS, PROCESSES = 4, 12
 PART_SECONDS, LARGE_SECONDS = 200, 90  # the first with that many processes
