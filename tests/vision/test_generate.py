@@ -141,8 +141,12 @@ def test_a_request_to_the_server_holds_its_picture(model: dj.Model) -> None:
     parts = [{"type": "image_url", "image_url": {"url": url, "detail": "fine"}}]
     with pytest.raises(Problem, match="auto, low or high"):
         chat_ask({"messages": [{"role": "user", "content": parts}]}, TEMPLATE)
-    with pytest.raises(Problem, match="nothing is fetched"):
-        asked("http://a.test/b.png")
+    for elsewhere in ("http://a.test/b.png", "file:///etc/passwd", "/etc/passwd"):
+        with pytest.raises(Problem, match="nothing is fetched"):
+            asked(elsewhere)
+    parts = [{"type": "image", "image": "/etc/passwd"}]  # as `generate` takes it, on this machine
+    with pytest.raises(Problem, match="others are not supported"):
+        chat_ask({"messages": [{"role": "user", "content": parts}]}, TEMPLATE)
     with pytest.raises(dj.PromptError, match="cannot be opened"):
         requests_of(model, asked("data:image/png;base64,AAAA"))
 
