@@ -252,7 +252,7 @@ def test_jobs_are_listed(suite, jobs, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert {line.split()[0] for line in lines} == {*jobs.BENCHMARKS, *jobs.TESTS}
     assert suite.main(["--list", "--only", "pair"]) == 0
-    assert capsys.readouterr().out.split() == "pair about 60 s python benchmarks/pair.py --out OUT/pair".split()
+    assert capsys.readouterr().out.split() == "pair about 80 s python benchmarks/pair.py --out OUT/pair".split()
 
 
 def test_rows_are_merged_by_the_command(suite, tmp_path, capsys):
