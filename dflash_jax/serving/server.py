@@ -81,7 +81,11 @@ def open_port(host: str, port: int) -> list[socket.socket]:
             # A port that was any free one is the same at all addresses.
             number = places[0].getsockname()[1] if places else port
             try:
-                places.append(socket.create_server((address, number), family=family, backlog=BACKLOG))
+                place = socket.create_server((address, number), family=family, backlog=BACKLOG)
+                # Connections inherit it; asyncio sets it for sockets of its own making alone. A stream's second write would wait
+                # until the first is acknowledged, 40 ms later.
+                place.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                places.append(place)
             except OSError as error:
                 if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
                     raise

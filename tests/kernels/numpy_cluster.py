@@ -83,7 +83,7 @@ class Cluster:
     def xor(self, a: Any, b: Any) -> np.ndarray:
         return a ^ self._as(b)
 
-    unsigned_max, unsigned_min = staticmethod(np.maximum), staticmethod(np.minimum)
+    unsigned_min = staticmethod(np.minimum)
     select, every, either = staticmethod(np.where), staticmethod(np.logical_and), staticmethod(np.logical_or)
 
     def compare(self, a: Any, relation: str, b: Any) -> np.ndarray:

@@ -596,6 +596,17 @@ def test_any_free_port_is_told():
     assert 0 not in numbers
 
 
+def test_no_write_waits_until_the_one_before_is_acknowledged():
+    """Which takes 40 ms where a client has nothing to say, as one that reads a stream."""
+    from dflash_jax.serving.server import open_port
+
+    (place,) = open_port("127.0.0.1", 0)
+    with place, socket.create_connection(place.getsockname()) as caller:
+        taken, _ = place.accept()
+        with taken, caller:
+            assert taken.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
 def test_a_server_on_a_cpu_compiles_ahead_for_one_request(model, monkeypatch, capsys):
     """All programs of all kinds of requests take a CPU many minutes."""
     from dflash_jax.cli import serve

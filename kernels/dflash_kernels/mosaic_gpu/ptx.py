@@ -199,10 +199,6 @@ def least(a, b):
     return arith.minsi(a, constant(b, a))
 
 
-def unsigned_max(a, b):
-    return arith.maxui(a, b)
-
-
 def unsigned_min(a, b):
     return arith.minui(a, b)
 
