@@ -18,10 +18,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from dflash_kernels.core.device import MATRIX_ROWS as TILE
 from dflash_kernels.matmul.few_tiling import BLOCK, Plan, RowNorm
 from dflash_kernels.matmul.row_norm_sm90 import add_norm_row
-from dflash_kernels.mosaic_gpu.layouts import TILED, rows_of
+from dflash_kernels.mosaic_gpu.layouts import TILED, row_of
 from dflash_kernels.mosaic_gpu.pipeline import Ring, div
 from dflash_kernels.mosaic_gpu.rows import keep_first_row, store_padded
-from dflash_kernels.mosaic_gpu.thread_op import ROW, interpreting, kernel
+from dflash_kernels.mosaic_gpu.thread_op import kernel
 from dflash_kernels.mosaic_gpu.wgmma import add_product, zeros
 
 
@@ -127,5 +127,4 @@ def _norm(norm: RowNorm, refs: dict[str, Any], writes: Any) -> None:
 
 def _bias(ref: Any, tile: Any) -> Any:
     """Of a tile's rows."""
-    found = ref.at[pl.ds(tile * TILE, TILE)]
-    return (found[...] if interpreting() else rows_of(found, ROW)).astype(jnp.float32)
+    return row_of(ref.at[pl.ds(tile * TILE, TILE)]).astype(jnp.float32)

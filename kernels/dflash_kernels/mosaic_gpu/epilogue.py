@@ -17,7 +17,7 @@ from dflash_kernels.core.device import MATRIX_ROWS as ROWS
 from dflash_kernels.mosaic_gpu import ptx as th
 from dflash_kernels.mosaic_gpu.combine import store_fragments
 from dflash_kernels.mosaic_gpu.layouts import swizzled
-from dflash_kernels.mosaic_gpu.thread_op import GLOBAL, MATRIX, SCALAR, thread_op
+from dflash_kernels.mosaic_gpu.thread_op import GLOBAL, MATRIX, SCALAR, interpreting, thread_op
 
 
 @thread_op(args=lambda *operands, rows: (GLOBAL, MATRIX, SCALAR, SCALAR)[: len(operands)])
@@ -76,8 +76,11 @@ def scratch(launch: Any, dtype: Any) -> dict[str, Any]:
     return buffers
 
 
-def write_split(launch: Any, refs: dict[str, Any], work: Any, out: Any) -> None:
-    """A warpgroup's rows of a split, from registers."""
+def write_split(launch: Any, refs: dict[str, Any], work: Any, out: Any, o_sm: Any) -> None:
+    """A warpgroup's rows of a split, from registers; under the interpreter by way of shared memory, `o_sm`."""
+    if interpreting():
+        write_through(launch, refs, work, o_sm, out)
+        return
     store = store_fragments if launch.fragments else store_split
     store(refs["o"].at[work.place.sequence, work.head, work.place.split], out, work.first_row)
 

@@ -19,7 +19,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, memref
 
 from dflash_kernels.mosaic_gpu import ptx as th
-from dflash_kernels.mosaic_gpu.thread_op import GLOBAL, MATRIX, SCALAR, interpreting, thread_op
+from dflash_kernels.mosaic_gpu.thread_op import GLOBAL, MATRIX, ROW, SCALAR, interpreting, thread_op
 
 TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))  # of operands of two bytes a number
 
@@ -118,6 +118,11 @@ def store(place: Any, value: jax.Array) -> None:
 def rows_of(ref, layout):
     """A Ref's contents in registers, in any layout."""
     return plgpu.load(ref, layout=layout, optimized=False)
+
+
+def row_of(ref):
+    """A vector's contents in registers, a number for each row of a product."""
+    return ref[...] if interpreting() else rows_of(ref, ROW)
 
 
 def interleaved_column(column):

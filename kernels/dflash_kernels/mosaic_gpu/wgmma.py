@@ -3,6 +3,7 @@
 # Pallas declares ACC less public than it documents it.
 # pyright: reportPrivateImportUsage=false
 
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -58,6 +59,25 @@ def add_products(acc, multiply) -> Any:
     return acc + pl.run_scoped(products, plgpu.ACC(acc.shape, jnp.float32))
 
 
+def side_by_side(
+    multiply: Callable[..., Any], shapes: Sequence[tuple[int, int]], interpreted: Callable[[], Any]
+) -> Any:
+    """What `multiply` gives, told float32 accumulators of these shapes, whose products may run at once.
+
+    Pallas's interpreter has no accumulator that starts with values: there `interpreted()` gives the same, product after product.
+    """
+    if interpreting():
+        return interpreted()
+    return pl.run_scoped(multiply, *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
+
+
+def add_side_by_side(multiply: Callable[..., None], sums: Sequence[Any], interpreted: Callable[[], Any]) -> Any:
+    """`sums` and the products that `multiply(totals)` begins, told accumulators that hold them; see `side_by_side`."""
+    if interpreting():
+        return interpreted()
+    return pl.run_state(multiply)([plgpu.ACC.init(one) for one in sums])
+
+
 def left_factor(weights, staged) -> Any:
     """Weights in registers, as a product takes them. Pallas's interpreter takes none: `staged` is shared memory for them there."""
     if not interpreting():
@@ -86,6 +106,25 @@ def product(left, right) -> Any:
 def add_product(acc, left, right) -> Any:
     """`acc + left @ right` with the sum in registers, both factors in shared memory."""
     return add_products(acc, lambda total: plgpu.wgmma(total, left, right))
+
+
+def add_tiles(acc, tiles: Iterable[tuple[Any, Any]]) -> Any:
+    """`acc` and `wide @ x.T` of each `(wide, x)` in float32, `wide` in registers and x in shared memory.
+
+    Each tile is widened while the one before is multiplied: two of them are in registers at a time.
+    """
+    if interpreting():
+        for wide, x in tiles:
+            acc = acc + jnp.dot(wide.astype(jnp.float32), x[...].astype(jnp.float32).T, precision="highest")
+        return acc
+
+    def multiply(total: Any) -> None:
+        for index, (wide, x) in enumerate(tiles):
+            if index:
+                plgpu.wgmma_wait(0)
+            plgpu.wgmma(total, wide, x.transpose((1, 0)))
+
+    return pl.run_state(multiply)(plgpu.ACC.init(acc))
 
 
 def zeros(shape):

@@ -25,7 +25,8 @@ from dflash_kernels.mosaic_gpu.layouts import swizzled
 from dflash_kernels.mosaic_gpu.mask import spread
 from dflash_kernels.mosaic_gpu.paged_kv import PagedKV, Work, paged_kv
 from dflash_kernels.mosaic_gpu.softmax import LOG2E
-from dflash_kernels.mosaic_gpu.thread_op import COLUMN, MATRIX, interpreting, kernel
+from dflash_kernels.mosaic_gpu.thread_op import COLUMN, MATRIX, kernel
+from dflash_kernels.mosaic_gpu.wgmma import add_side_by_side, side_by_side
 
 # What the highest score weighs when an offset is raised, what weights may add up to, an offset below every score.
 RAISED_TO, LIMIT, _NOTHING_SEEN = 2**5, 2**15, -1e30
@@ -181,7 +182,8 @@ def _step(cta: Cta, tile: Any, carry: Any, *, masked: bool) -> tuple[Any, ...]:
 
 def _scores(cta: Cta, tile: Any) -> Any:
     queries = cta.buffers["q_sm"]
-    if interpreting():
+
+    def interpreted():
         keys = convert.latent_keys(tile, first=0, count=_WIDTH)
         return jnp.dot(keys, queries[...].astype(jnp.float32).T, precision=lax.Precision.HIGHEST)
 
@@ -194,7 +196,7 @@ def _scores(cta: Cta, tile: Any) -> Any:
             plgpu.wgmma(product, keys, queries.at[:, pl.ds(third * _THIRD, _THIRD)].transpose((1, 0)))
         return product[...]
 
-    return pl.run_scoped(multiply, plgpu.ACC((KEYS, NARROW_ROWS), jnp.float32))
+    return side_by_side(multiply, ((KEYS, NARROW_ROWS),), interpreted)
 
 
 def _add_values(sums: list[Any], tile: Any, weights: Any, masked: bool, refill: Any) -> list[Any]:
@@ -202,12 +204,11 @@ def _add_values(sums: list[Any], tile: Any, weights: Any, masked: bool, refill: 
         # Only where rows are unused can they hold NaN.
         return convert.latent_values(tile, first=quarter * _QUARTER, count=_QUARTER, finite=masked)
 
-    if interpreting():
-        weights = weights[...].astype(jnp.float32)
-        highest = lax.Precision.HIGHEST
-        sums = [acc + jnp.dot(values(i), weights, precision=highest) for i, acc in enumerate(sums)]
+    def interpreted():
+        given = weights[...].astype(jnp.float32)
+        added = [acc + jnp.dot(values(i), given, precision=lax.Precision.HIGHEST) for i, acc in enumerate(sums)]
         refill()
-        return sums
+        return added
 
     # A quarter widens while the one before is multiplied.
     def multiply(sums):
@@ -217,7 +218,7 @@ def _add_values(sums: list[Any], tile: Any, weights: Any, masked: bool, refill: 
             plgpu.wgmma(total, values(quarter), weights)
         refill()
 
-    return pl.run_state(multiply)([plgpu.ACC.init(quarter) for quarter in sums])
+    return add_side_by_side(multiply, sums, interpreted)
 
 
 def _per_row(of_rows: Any) -> Any:

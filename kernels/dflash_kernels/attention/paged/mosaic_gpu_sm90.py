@@ -32,7 +32,7 @@ from dflash_kernels.mosaic_gpu.mask import alibi_bias, places, spread
 from dflash_kernels.mosaic_gpu.paged_kv import PagedKV, Place, Work
 from dflash_kernels.mosaic_gpu.queries import ask_for_rows, put_rows
 from dflash_kernels.mosaic_gpu.softmax import LOG2E
-from dflash_kernels.mosaic_gpu.thread_op import MATRIX, ROW, interpreting, kernel
+from dflash_kernels.mosaic_gpu.thread_op import MATRIX, ROW, kernel
 from dflash_kernels.mosaic_gpu.wgmma import add_values, scores_of
 
 # Row reductions of a matrix tile stay within a warp: no scratch, which two CTAs on a multiprocessor have no room for.
@@ -352,7 +352,7 @@ def _write(cta: Cta, out: Any, lse: Any) -> None:
     elif launch.direct and "o_sm" not in cta.buffers:
         rows = launch.tokens * launch.group
         epilogue.store_columns(cta.out, out.astype(cta.refs["o"].dtype), jnp.int32(0), work.first_row, rows=rows)
-    elif launch.direct or interpreting():
+    elif launch.direct:
         epilogue.write_through(launch, cta.refs, work, cta.buffers["o_sm"], out)
     else:
-        epilogue.write_split(launch, cta.refs, work, out)
+        epilogue.write_split(launch, cta.refs, work, out, cta.buffers.get("o_sm"))

@@ -31,7 +31,7 @@ from dflash_kernels.mosaic_gpu import combine, epilogue, paged_kv, softmax, tma
 from dflash_kernels.mosaic_gpu.layouts import swizzled
 from dflash_kernels.mosaic_gpu.queries import ask_for_rows, put_rows
 from dflash_kernels.mosaic_gpu.thread_op import MATRIX, ROW, interpreting, kernel
-from dflash_kernels.mosaic_gpu.wgmma import add_values, scores_of
+from dflash_kernels.mosaic_gpu.wgmma import add_values, scores_of, side_by_side
 
 # A barrier at every access of shared memory, as is put in by default, is more than the hand-over of products needs: what copies and
 # matrix instructions touch has barriers of its own here.
@@ -202,14 +202,12 @@ def _overlapped(cta: Cta, tile: Any, carry: Any, *, masked: bool) -> tuple[Any, 
         found = weigh(cta, tile, _take(cta, products), row_max, row_sum, masked=masked)
         return sums[...], total[...], *found
 
-    if not interpreting():
-        shapes = acc.shape, (ROWS, launch.keys)
-        found = pl.run_scoped(multiply, *(plgpu.ACC(shape, jnp.float32) for shape in reversed(shapes)))
-    else:
-        if before is not None:
-            acc = add_values(acc, before, values, _staged(cta))
+    def interpreted():
+        sums = acc if before is None else add_values(acc, before, values, _staged(cta))
         total = scores_of(_queries(cta), kv.held("k", following), launch.keys)
-        found = acc, total, *weigh(cta, tile, _take(cta, products), row_max, row_sum, masked=masked)
+        return sums, total, *weigh(cta, tile, _take(cta, products), row_max, row_sum, masked=masked)
+
+    found = side_by_side(multiply, ((ROWS, launch.keys), acc.shape), interpreted)
     # Registers that a product reads must not be written while one is on its way: the assembler would then let none be.
     acc, products, weights, alpha, row_max, row_sum = lax.optimization_barrier(found)
     _release(cta, "k", following, coming)

@@ -32,8 +32,8 @@ from dflash_kernels.mosaic_gpu.layouts import swizzled
 from dflash_kernels.mosaic_gpu.mask import places, spread
 from dflash_kernels.mosaic_gpu.pipeline import Ring
 from dflash_kernels.mosaic_gpu.softmax import FOLDED, LOG2E, partial_reduce
-from dflash_kernels.mosaic_gpu.thread_op import MATRIX, ROW, interpreting, kernel
-from dflash_kernels.mosaic_gpu.wgmma import add_products, left_factor
+from dflash_kernels.mosaic_gpu.thread_op import MATRIX, ROW, kernel
+from dflash_kernels.mosaic_gpu.wgmma import add_products, left_factor, side_by_side
 
 _PIECE = 64  # keys whose weights and values a product takes at least
 
@@ -404,11 +404,10 @@ class Consumer:
             found = weigh(lax.optimization_barrier(plgpu.wgmma_accumulator_load(scores, wait_n=len(weights))))
             return (sums[...], *found)
 
-        if not interpreting():
-            shapes = ((ROWS, self.launch.keys), acc.shape)
-            found = pl.run_scoped(multiply, *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
-        else:
-            found = (self._add_values(acc, weights, values), *weigh(self._scores(stage)))
+        def interpreted():
+            return (self._add_values(acc, weights, values), *weigh(self._scores(stage)))
+
+        found = side_by_side(multiply, ((ROWS, self.launch.keys), acc.shape), interpreted)
         self.values.consumer_release(before)
         # Registers that a product reads must not be written while one is on its way: the assembler would then let none be.
         acc, alpha, exponents, row_max, row_sum = lax.optimization_barrier(found)

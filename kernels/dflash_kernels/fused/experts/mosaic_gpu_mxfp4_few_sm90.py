@@ -22,12 +22,12 @@ from dflash_kernels.fused.experts.plan_mxfp4 import KEPT, Mxfp4Plan
 from dflash_kernels.fused.experts.routing_sm90 import sort_entries
 from dflash_kernels.fused.experts.rows_sm90 import load_rows, store_out, touch_tiles
 from dflash_kernels.mosaic_gpu.counters import announce, await_announced_by
-from dflash_kernels.mosaic_gpu.layouts import TILED, rows_of
+from dflash_kernels.mosaic_gpu.layouts import TILED, row_of
 from dflash_kernels.mosaic_gpu.mxfp4 import add_kept, gated_bias, keep, store_gated, widened
 from dflash_kernels.mosaic_gpu.pipeline import Ring, arrive_by_warps, div, rem
-from dflash_kernels.mosaic_gpu.thread_op import ROW, interpreting, kernel
+from dflash_kernels.mosaic_gpu.thread_op import kernel
 from dflash_kernels.mosaic_gpu.tma import address_of, copied, copy_line, prefetch_rows
-from dflash_kernels.mosaic_gpu.wgmma import zeros
+from dflash_kernels.mosaic_gpu.wgmma import add_tiles, zeros
 
 GATED, DOWN = "gated", "down"
 BIASES = {GATED: "gate_up_bias", DOWN: "down_bias"}
@@ -279,26 +279,10 @@ def _mainloop(cta: Cta, warpgroup: Any, item: Item) -> Any:
                     arrive_by_warps(cta.places["empty_in"], stage)
                 yield wide, rows.at[first + tile]
 
-        return _add_products(total, tiles()), ring.after(stage)
+        return add_tiles(total, tiles()), ring.after(stage)
 
     start = zeros((TILE, plan.columns)), ring.stage(item.step)
     return lax.fori_loop(0, count, one, start)[0]
-
-
-def _add_products(total: Any, tiles: Iterator[tuple[Any, Any]]) -> Any:
-    """Each tile is widened while the one before is multiplied: two of them are in registers at a time."""
-    if interpreting():
-        for wide, x in tiles:
-            total = total + jnp.dot(wide.astype(jnp.float32), x[...].astype(jnp.float32).T, precision="highest")
-        return total
-
-    def multiply(acc: Any) -> None:
-        for index, (wide, x) in enumerate(tiles):
-            if index:
-                plgpu.wgmma_wait(0)
-            plgpu.wgmma(acc, wide, x.transpose((1, 0)))
-
-    return pl.run_state(multiply)(plgpu.ACC.init(total))
 
 
 # Who adds up
@@ -357,7 +341,7 @@ def _bias(cta: Cta, item: Item) -> Any:
     if item.stage == GATED:
         return gated_bias(bias, expert * plan.gated_tiles + item.tile)
     bias = bias.at[pl.ds(expert * plan.hidden + item.tile * TILE, TILE)]
-    return bias[...] if interpreting() else rows_of(bias, ROW)
+    return row_of(bias)
 
 
 def _epilogue(cta: Cta, product: Any, bias: Any, item: Item) -> None:

@@ -29,12 +29,12 @@ from dflash_kernels.fused.experts.plan_mxfp4 import Mxfp4Plan
 from dflash_kernels.fused.experts.routing_sm90 import sort_entries
 from dflash_kernels.fused.experts.rows_sm90 import gather_rows, store_out
 from dflash_kernels.mosaic_gpu.counters import announce, await_announced
-from dflash_kernels.mosaic_gpu.layouts import TILED, rows_of
+from dflash_kernels.mosaic_gpu.layouts import TILED, row_of
 from dflash_kernels.mosaic_gpu.mxfp4 import add_kept, gated_bias, keep, store_gated, widened
 from dflash_kernels.mosaic_gpu.pipeline import Ring, div, rem
-from dflash_kernels.mosaic_gpu.thread_op import ROW, interpreting, kernel
+from dflash_kernels.mosaic_gpu.thread_op import kernel
 from dflash_kernels.mosaic_gpu.tma import copied
-from dflash_kernels.mosaic_gpu.wgmma import zeros
+from dflash_kernels.mosaic_gpu.wgmma import add_tiles, zeros
 
 GATED, DOWN = "gated", "down"
 
@@ -302,7 +302,7 @@ def _epilogue(cta: Cta, product: Any, stage: str, group: Any, tile: Any, part: A
         return
     feature, out = tile * TILE, cta.refs["out"].at[part]
     bias = cta.refs["down_bias"].at[pl.ds(expert * cta.plan.hidden + feature, TILE)]
-    bias = (bias[...] if interpreting() else rows_of(bias, ROW)).astype(jnp.float32)
+    bias = row_of(bias).astype(jnp.float32)
     bias = bias * jnp.where(part == 0, 1.0, 0.0)
     product = product * 2.0**SHIFT + lax.broadcast_in_dim(bias, product.shape, [0])
     tables = cta.buffers["sorted"], cta.buffers["shares"]
@@ -319,15 +319,8 @@ def _mainloop(cta: Cta, warpgroup: Any, steps: int, before: Any) -> Any:
         wide = widened(w_sm.at[stage, pl.ds(warpgroup * PIECES, PIECES)])
         w_ring.consumer_release(stage)
         x_ring.consumer_wait(x_stage)
-        total = _add_product(total, wide, x_sm.at[x_stage, warpgroup])
+        total = add_tiles(total, [(wide, x_sm.at[x_stage, warpgroup])])
         x_ring.consumer_release(x_stage)
         return total
 
     return lax.fori_loop(0, steps, one, zeros((TILE, cta.plan.columns)))
-
-
-def _add_product(total: Any, wide: Any, x: Any) -> Any:
-    if interpreting():
-        return total + jnp.dot(wide.astype(jnp.float32), x[...].astype(jnp.float32).T, precision="highest")
-    transposed = x.transpose((1, 0))
-    return pl.run_state(lambda acc: plgpu.wgmma(acc, wide, transposed))(plgpu.ACC.init(total))

@@ -49,7 +49,7 @@ from dflash_kernels.mosaic_gpu.thread_op import (
     thread_op,
 )
 from dflash_kernels.mosaic_gpu.tma import order_copies
-from dflash_kernels.mosaic_gpu.wgmma import add_values, multiply_blocks, scores_of_blocks
+from dflash_kernels.mosaic_gpu.wgmma import add_values, multiply_blocks, scores_of_blocks, side_by_side
 
 _HALF = HEAD_DIM // 2
 
@@ -387,12 +387,12 @@ def _next_tile(cta: Cta, index: Any, carry: Any, *, masked: bool) -> tuple[Any, 
         found = lax.optimization_barrier(_weigh(cta, tile, held, row_max, row_sum, masked=masked))
         return (sums[...], *found)
 
-    if interpreting():
+    def interpreted():
         scores = scores_of_blocks(cta.query_blocks, keys, cta.launch.keys)
         found = _weigh(cta, tile, scores, row_max, row_sum, masked=masked)
-        found = (add_values(acc, weights, values, cta.buffers["p_sm"].at[0]), *found)
-    else:
-        found = pl.run_scoped(multiply, *(plgpu.ACC(shape, jnp.float32) for shape in ((ROWS, KEYS), acc.shape)))
+        return (add_values(acc, weights, values, cta.buffers["p_sm"].at[0]), *found)
+
+    found = side_by_side(multiply, ((ROWS, KEYS), acc.shape), interpreted)
     # Registers that a product reads must not be written while one is on its way: the assembler would then let none be.
     acc, weights, alpha, row_max, row_sum = lax.optimization_barrier(found)
     acc = softmax.rescaled(acc, alpha)
@@ -457,10 +457,7 @@ def _write(cta: Cta, out: Any, lse: Any) -> None:
         row.at[pl.ds(work.first_row, ROWS)][...] = lse
     if out is None:
         return
-    if interpreting():
-        epilogue.write_through(launch, cta.refs, work, cta.buffers["o_sm"], out)
-    else:
-        epilogue.write_split(launch, cta.refs, work, out)
+    epilogue.write_split(launch, cta.refs, work, out, cta.buffers.get("o_sm"))
 
 
 def _store(cta: Cta, out: Any, column: Any) -> None:
