@@ -49,8 +49,10 @@ def test_proposals_that_are_known_stand(script, monkeypatch, tmp_path):
     )
     monkeypatch.setattr(shapes, "MODELS", {"qwen3-4b": (family, small)})
     monkeypatch.setattr(shapes, "LAWS", {"greedy": {}})
+    monkeypatch.setattr(sys.modules["exact"], "TOKENS", 48)
+    monkeypatch.setattr(shapes, "TOKENS", 48)
     monkeypatch.setattr(
-        sys, "argv", ["exact_shapes.py", "--texts=4", "--layers=2", "--out", str(tmp_path), "--commit=abc"]
+        sys, "argv", ["exact_shapes.py", "--texts=4", "--batch=4", "--layers=2", "--out", str(tmp_path), "--commit=abc"]
     )
     for name in ("commit_context", "best_proposals", "propose"):
         monkeypatch.setattr(cycle, name, getattr(cycle, name))
