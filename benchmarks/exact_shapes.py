@@ -86,6 +86,8 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8, help="slots")
     parser.add_argument("--texts", type=int, default=100, help="prompts")
     options = parser.parse_args()
+    if options.layers < 2:
+        parser.error(f"--layers must be at least 2, as the drafter sees the first and the last, got {options.layers}")
     record, kept = Record("exact_shapes", options), (cycle.commit_context, cycle.best_proposals, cycle.propose)
     for name in options.models:
         draw = np.random.default_rng(0)

@@ -189,7 +189,7 @@ def random_pair(name: str, **options: Unpack[LoadKeywords]) -> Model:
 def random_model(
     name: str, family: str, target: Any, drafter: DFlashConfig, /, **options: Unpack[LoadKeywords]
 ) -> Model:
-    """The same of any sizes: `family` is the target's key in the registry. Raises what `random_pair` does."""
+    """As `random_pair`, of these configurations; `family` is the target's key in the registry of families."""
     asked, plain = read_options(dict(options), "random_pair"), LoadOptions()
     if unused := [name for name in _OF_FILES if getattr(asked, name) != getattr(plain, name)]:
         raise ParameterError(f"random weights and their pages are made here: leave {', '.join(unused)} out")

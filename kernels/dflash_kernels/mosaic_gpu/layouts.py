@@ -121,7 +121,7 @@ def rows_of(ref, layout):
 
 
 def row_of(ref):
-    """A vector's contents in registers, a number for each row of a product."""
+    """A vector in registers, in the layout of an accumulator's rows."""
     return ref[...] if interpreting() else rows_of(ref, ROW)
 
 

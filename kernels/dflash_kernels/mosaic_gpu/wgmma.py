@@ -62,7 +62,7 @@ def add_products(acc, multiply) -> Any:
 def side_by_side(
     multiply: Callable[..., Any], shapes: Sequence[tuple[int, int]], interpreted: Callable[[], Any]
 ) -> Any:
-    """What `multiply` gives, told float32 accumulators of these shapes, whose products may run at once.
+    """`multiply(*accumulators)` with float32 accumulators of these shapes, whose products may be in flight together.
 
     Pallas's interpreter has no accumulator that starts with values: there `interpreted()` gives the same, product after product.
     """
@@ -72,7 +72,7 @@ def side_by_side(
 
 
 def add_side_by_side(multiply: Callable[..., None], sums: Sequence[Any], interpreted: Callable[[], Any]) -> Any:
-    """`sums` and the products that `multiply(totals)` begins, told accumulators that hold them; see `side_by_side`."""
+    """`multiply(accumulators)` with accumulators that start as `sums`; returns what they end as. See `side_by_side`."""
     if interpreting():
         return interpreted()
     return pl.run_state(multiply)([plgpu.ACC.init(one) for one in sums])
