@@ -32,7 +32,7 @@ from dflash_jax.engine.cascade import CascadePolicy, layer_costs
 from dflash_jax.engine.cycle_costs import CycleCost, cycle_cost
 from dflash_jax.engine.requests import ADJUSTING, LONGEST_WORD, MOST_WORDS, Request
 from dflash_jax.engine.verify_per_request import PerRequestPolicy
-from dflash_jax.engine.verify_policy import VerifyLength, VerifyPolicy
+from dflash_jax.engine.verify_policy import Length, VerifyLength, VerifyPolicy
 from dflash_jax.errors import CapacityError, ParameterError, PromptError
 from dflash_jax.models.dflash_config import DFlashConfig
 from dflash_jax.models.registry import layer_traits
@@ -419,8 +419,8 @@ class Resources:
             chosen = self.verify_length in ("auto", "per_request")
             cost = self._cycle_cost(self.draft) if chosen else None
             offered = self.draft.num_drafts + 1
-            if self.verify_length == "per_request" and cost is not None:
-                self._lengths = PerRequestPolicy(offered, cost)
+            if cost is not None and isinstance(self.verify_length, str):
+                self._lengths = PerRequestPolicy(offered, cost, self.verify_length)
             else:
                 self._lengths = VerifyPolicy(offered, cost, self.verify_length)
         return self._lengths
@@ -432,9 +432,10 @@ class Resources:
         own = {role: held(table) for role, table in self.weights.items()}
         return cycle_cost(share_config(self.target, self.tp), share_config(draft, self.tp), own, self.draft_window)
 
-    def verifying(self, setup: Setup, length: int, slots: int) -> Setup:
-        """What cycles are compiled for that verify so many tokens of each slot, or on average."""
-        return setup.verifying(length, per_request=setup.draft is not None and self.verify_policy.shares(slots))
+    def verifying(self, setup: Setup, length: Length, slots: int) -> Setup:
+        """What cycles are compiled for that verify so much. Rows that too few slots would share are each slot's own."""
+        shared = length.shared and setup.draft is not None and self.verify_policy.shares(slots)
+        return setup.verifying(length.tokens, per_request=shared)
 
     @property
     def estimate(self) -> np.ndarray:
@@ -445,9 +446,13 @@ class Resources:
             learnt = AcceptanceEstimate(0 if self.draft is None else self.draft.num_drafts)
         return learnt.parameters
 
-    def verify_lengths(self, setup: Setup, slots: int) -> tuple[int, ...]:
+    def verify_lengths(self, setup: Setup, slots: int) -> tuple[Length, ...]:
         """Verified lengths that may be chosen with so many slots."""
-        return (setup.offered,) if setup.draft is None else self.verify_policy.candidates(slots, self.max_model_len / 2)
+        return (
+            (Length(setup.offered),)
+            if setup.draft is None
+            else self.verify_policy.candidates(slots, self.max_model_len / 2)
+        )
 
     def program_status(self, name: tuple, arguments: Callable[[], tuple]) -> Status:
         """Whether a program is compiled.

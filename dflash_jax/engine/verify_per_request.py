@@ -1,176 +1,200 @@
-"""How many rows the target verifies in the next cycles where requests share them: what the best proposals are expected to gain for
-each millisecond that so many rows are expected to take.
+"""What cycles verify where slots may share the target's rows: as many tokens of each slot, or so many rows for the best proposals
+of all of them, whichever is expected to gain most for each millisecond that it is expected to take.
 
-Which proposals those are is settled on the device, cycle by cycle (`decoding.verify_budget`). Here only their number is chosen,
-from what the last cycles' proposals were worth, as a mean length: so many rows for each slot. Only cycles in which slots share rows
-say what a single proposal is worth: the whole block of all slots is verified as ever, and where nothing in between can pay, lengths
-are chosen as for `verify_length="auto"`.
+Which proposals share rows is settled on the device, cycle by cycle, from that cycle's own numbers (`decoding.verify_budget`). Here
+it is chosen whether they do, and how many rows there are: so many for each slot on average. That rests on how often each request's
+proposals stood (`engine.request_acceptance`). Sharing gains where requests are unlike, and where many slots stand empty. Of equal
+requests it gains nothing, and costs what `cycle_costs.SHARED_LAYER_S` says.
 """
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Literal
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 
 from dflash_jax.compile.programs import Status
 from dflash_jax.decoding.state import Emitted
 from dflash_jax.engine.acceptance_estimate import AcceptanceEstimate
 from dflash_jax.engine.cycle_costs import CycleCost
-from dflash_jax.engine.verify_policy import FIRST_CYCLES, MARGIN, Choice, Decision, Kind, VerifyPolicy
+from dflash_jax.engine.request_acceptance import RequestAcceptance
+from dflash_jax.engine.verify_policy import FIRST_CYCLES, MARGIN, Decision, Kind, Length, Served, VerifyPolicy
 
-# Cycles of a request that are looked back at, and cycles after which half of what they say of a proposal is forgotten.
-REMEMBERED = 8
-FORGETTING = 512.0
-# Cycles of whole blocks after which a request is looked at again.
-LOOK_AGAIN = 128
-
-
-class Recent(NamedTuple):
-    """What a request's last proposals were.
-
-    Attributes:
-      odds: `[n, g]`, of the last cycles; n at most `REMEMBERED`.
-      at: cycles that the policy had seen then.
-    """
-
-    odds: np.ndarray
-    at: int
+# What sharing gained weighs against what was expected of it as much as if so many tokens had come as expected, and half of it is
+# forgotten after so many cycles.
+TRUST_TOKENS, TRUST_HALF_LIFE = 256.0, 1024.0
+# The law on the device may tell a request's good cycles from its bad ones, which levels of requests know nothing of.
+MOST_TRUST = 1.5
 
 
 class PerRequestPolicy(VerifyPolicy):
-    """A `VerifyPolicy` whose lengths are means over slots.
+    """A `VerifyPolicy` that knows requests one by one.
 
-    Requests of which nothing is known are reckoned to have every proposal stand, and what is known of others comes to be worth as
-    little: a drafter that was given up on is tried again after a while.
+    Args:
+      option: "auto" chooses among common lengths and shared rows, and has rows shared only where that promises `MARGIN` more than
+        any common length; "per_request" always has them shared where neither the whole block nor plain decoding is better.
     """
 
     cost: CycleCost
 
-    def __init__(self, offered: int, cost: CycleCost):
-        super().__init__(offered, cost, "per_request")
+    def __init__(self, offered: int, cost: CycleCost, option: Literal["auto", "per_request"] = "auto"):
+        super().__init__(offered, cost, option)
         self.estimate = self.learnt = AcceptanceEstimate(offered - 1)
-        self.recent: dict[int, Recent] = {}
-        self.running: Sequence[int] = ()
-        self.now = 0
-        self.looking = self.sharing = False
+        self.requests: dict[Kind, RequestAcceptance] = {
+            "greedy": RequestAcceptance(offered - 1),
+            "sampled": RequestAcceptance(offered - 1),
+        }
+        self.running: Mapping[int, Kind] = {}
+        self.gained = self.expected = 0.0
         self._shares: dict[int, bool] = {}
 
+    @property
+    def forced(self) -> bool:
+        """Whether rows are shared wherever they can be."""
+        return self.option == "per_request"
+
     def shares(self, slots: int) -> bool:
-        """See `VerifyPolicy.shares`: whether some length between the pending token and the whole block saves time."""
+        """See `VerifyPolicy.shares`: whether shared rows save time at all."""
         if slots not in self._shares:
-            costs = {length: self._shared_ms(slots, length, 0.0) for length in self._means() if length > 1}
-            self._shares[slots] = MARGIN * min(costs.values(), default=math.inf) < self.cost.ms(
-                slots, self.offered, 0.0
-            )
+            least = min((self.cycle_ms(slots, length, 0.0) for length in self._shared()), default=math.inf)
+            self._shares[slots] = MARGIN * least < self.cycle_ms(slots, self.whole, 0.0)
         return self._shares[slots]
 
-    def shorter(self, slots: int) -> Sequence[int]:
-        """See `VerifyPolicy.shorter`."""
-        return self._means() if self.shares(slots) else super().shorter(slots)
-
-    def _means(self) -> Sequence[int]:
-        """Halves, and what lies between each two of them: costs climb in steps of tiles, and one of these is near to each."""
-        lengths, length = {1}, self.offered
+    def _shared(self) -> Sequence[Length]:
+        """Halves, and what lies between each two of them: costs climb in steps of tiles, and one of these is near to each. Where
+        nobody insists, three programs beside those of common lengths have to do."""
+        means, length = set[int](), self.offered
         while length > 1:
-            lengths |= {length // 2, 3 * length // 4}
+            means |= {length // 2, 3 * length // 4}
             length //= 2
-        return sorted(lengths - {0, self.offered}, reverse=True)
+        means -= {0, 1, self.offered}
+        if not self.forced:
+            means &= {self.offered // 2, 3 * self.offered // 8, self.offered // 4}
+        return [Length(mean, shared=True) for mean in sorted(means, reverse=True)]
 
-    def cycle_ms(self, slots: int, length: int, context: float) -> float:
-        """See `VerifyPolicy.cycle_ms`."""
-        shared = 1 < length < self.offered and self.shares(slots)
-        return self._shared_ms(slots, length, context) if shared else super().cycle_ms(slots, length, context)
-
-    def _shared_ms(self, slots: int, length: int, context: float) -> float:
-        """Whatever is verified, all proposals are made."""
-        return self.cost.ms(slots, length, context, proposed=self.offered)
-
-    def rates(self, kinds: Mapping[Kind, int], costs: Mapping[int, float], slots: int) -> dict[int, float]:
-        """See `VerifyPolicy.rates`."""
+    def costs(self, slots: int, context: float) -> dict[Length, float]:
+        """See `VerifyPolicy.costs`."""
         if not self.shares(slots):
-            return super().rates(kinds, costs, slots)
-        count = sum(kinds.values())
-        gains = best_gains(self._worths(count))
-        most = len(gains) - 1
+            return super().costs(slots, context)
+        if self.forced:
+            return self.saving(slots, context, [*self._shared(), Length(1)])
+        return super().costs(slots, context) | self.saving(slots, context, self._shared())
 
-        def gained(length: int) -> float:
-            return 0.0 if length == 1 else float(gains[min(max(slots * length - count, 0), most)])
+    def rates(self, kinds: Mapping[Kind, int], costs: Mapping[Length, float], slots: int) -> dict[Length, float]:
+        """See `VerifyPolicy.rates`."""
+        each: list[np.ndarray] = []
+        for kind, number in kinds.items():
+            tickets = [ticket for ticket, its in self.running.items() if its == kind]
+            # Nobody has the ticket -1: of such a request nothing is known.
+            each.append(self.requests[kind].survivals((tickets + number * [-1])[:number]))
+        survivals = np.concatenate(each)
+        count, common = len(survivals), np.concatenate([[0.0], np.cumsum(survivals.sum(axis=0))])
+        best = best_gains(survivals)
+
+        def gained(length: Length) -> float:
+            if not length.shared:
+                return float(common[length.tokens - 1])
+            return self.trust * float(best[np.clip(slots * length.tokens - count, 0, len(best) - 1)])
 
         return {length: (count + gained(length)) / spent for length, spent in costs.items()}
 
-    def choose(self, kinds: Mapping[Kind, int], slots: int, context: float, status: Callable[[int], Status]) -> Choice:
-        """See `VerifyPolicy.choose`. Where a request is to be looked at that the best length says nothing of, as many rows are
-        shared as may be; whichever are, all proposals are seen."""
-        chosen, self.looking = super().choose(kinds, slots, context, status), False
-        self.sharing = self.shares(slots)
-        costs = self.costs(slots, context) if self.sharing else {}
-        shared = [length for length in costs if 1 < length < self.offered]
-        if not shared or chosen.length in shared or not self._unseen(chosen.length):
-            return chosen
-        look = max(shared)
-        self.looking = status(look) == "compiled"
-        if self.looking:
-            self.current = look
-            return Choice(look, look)
-        at_most = costs[self.offered] - min(costs[length] for length in shared)
-        return chosen if chosen.wanted in shared else Choice(chosen.length, look, at_most / 1e3)
+    def best(self, rates: Mapping[Length, float]) -> Length:
+        """See `VerifyPolicy.best`. Rows are shared from `MARGIN` more on, and until it is no more."""
+        common = {length: rate for length, rate in rates.items() if not length.shared}
+        shared = {length: rate for length, rate in rates.items() if length.shared}
+        if self.forced or not shared or not common:
+            return super().best(rates)
+        margin = 1.0 if self.current.shared else MARGIN
+        return super().best(shared if max(shared.values()) > margin * max(common.values()) else common)
 
-    def _unseen(self, length: int) -> bool:
-        """Whether nothing is known of a running request, or nothing of late where so many tokens are whole blocks, which would not
-        tell."""
-        if any(ticket not in self.recent for ticket in self.running):
-            return True
-        return length == self.offered and any(self.now - recent.at >= LOOK_AGAIN for recent in self.recent.values())
+    @property
+    def trust(self) -> float:
+        """What shared rows gain of what levels of requests have one expect."""
+        most = MOST_TRUST if self.forced else 1.0
+        return min(most, (self.gained + TRUST_TOKENS) / (self.expected + TRUST_TOKENS))
 
     def next(
-        self, kinds: Mapping[Kind, int], slots: int, context: float, cycles: int, status: Callable[[int], Status],
-        running: Sequence[int] = (),
-    ) -> Decision:  # fmt: skip
+        self, running: Mapping[int, Kind], slots: int, context: float, cycles: int, status: Callable[[Length], Status]
+    ) -> Decision:
         """See `VerifyPolicy.next`."""
         self.running = running
-        self.recent = {ticket: self.recent[ticket] for ticket in running if ticket in self.recent}
-        return super().next(kinds, slots, context, cycles, status)
+        return super().next(running, slots, context, cycles, status)
 
     def patience(self, kinds: Mapping[Kind, int], cycles: int) -> int:
-        """See `VerifyPolicy.patience`: few where a request has not been seen, or not for long."""
-        if not self.sharing or not (self.recent or self.looking):
-            return super().patience(kinds, cycles)
-        if not 1 < self.current < self.offered:
-            return cycles
-        known = sum(self.now - recent.at < FORGETTING / 8 for recent in self.recent.values())
-        return min(cycles, FIRST_CYCLES) if self.looking or known < sum(kinds.values()) else cycles
+        """See `VerifyPolicy.patience`: few where most of several requests are new."""
+        known = sum(acceptance.known(self.running) for acceptance in self.requests.values())
+        thin = any(self.requests[kind].evidence < FIRST_CYCLES for kind in kinds)
+        thin |= 2 * known < len(self.running) > 1
+        return min(cycles, FIRST_CYCLES) if thin and self.current.tokens > 1 else cycles
 
-    def observe(self, verified: int, accepted: Mapping[Kind, np.ndarray], cycles: int) -> None:
-        """See `VerifyPolicy.observe`; of proposals `observe_drafts` is told."""
-        super().observe(verified, accepted, cycles)
-        self.now += cycles
+    def look(self, verified: Length, served: Sequence[Served], emitted: Emitted) -> None:
+        """See `VerifyPolicy.look`."""
+        counts, accepted = np.asarray(emitted.counts), np.asarray(emitted.accepted)
+        ran = counts.any(axis=1)
+        cycles, slots = int(np.count_nonzero(ran)), [one.slot for one in served]
+        self.cycles[verified] += cycles
+        live, stood = counts[ran][:, slots] > 0, accepted[ran][:, slots]
+        lengths, chances = np.full(stood.shape, verified.tokens), None
+        if emitted.odds is not None:
+            lengths = np.asarray(emitted.lengths)[ran][:, slots]
+            odds = np.asarray(emitted.odds)[ran][:, slots]
+            self._trusting(verified, served, counts.shape[1], live, stood)
+            chances = self.learnt.chances(odds)
+            self.learnt.observe(odds[live], stood[live], lengths[live], cycles=cycles)
+        for kind, acceptance in self.requests.items():
+            acceptance.fade(cycles)
+            mine = [i for i, one in enumerate(served) if one.kind == kind and live[:, i].any()]
+            if mine and verified.tokens > 1:
+                law = None if chances is None else chances[:, mine]
+                told = judged(self.offered - 1, live[:, mine], stood[:, mine], lengths[:, mine], law)
+                acceptance.observe([served[i].ticket for i in mine], *told)
 
-    def observe_drafts(self, tickets: Mapping[int, int], emitted: Emitted) -> None:
-        """See `VerifyPolicy.observe_drafts`."""
-        counts, odds = np.asarray(emitted.counts), np.asarray(emitted.odds)
-        accepted, lengths, columns = np.asarray(emitted.accepted), np.asarray(emitted.lengths), list(tickets)
-        ran = counts[:, columns] > 0
-        told = odds[:, columns][ran], accepted[:, columns][ran], lengths[:, columns][ran]
-        self.learnt.observe(*told, cycles=int(np.count_nonzero(counts.any(axis=1))))
-        for column, ticket in tickets.items():
-            own = odds[counts[:, column] > 0, column][-REMEMBERED:]
-            if len(own):
-                self.recent[ticket] = Recent(own, self.now)
-
-    def _worths(self, count: int) -> Float[np.ndarray, "cycles requests g"]:
-        """The chance of each proposal to stand with all before it, in as many cycles as are looked back at."""
-        worths = np.ones((REMEMBERED, count, self.offered - 1))
-        for row, ticket in enumerate(self.running[:count]):
-            if (recent := self.recent.get(ticket)) is not None:
-                chances = self.learnt.chances(recent.odds[np.arange(REMEMBERED) % len(recent.odds)])
-                known = 0.5 ** ((self.now - recent.at) / FORGETTING)
-                worths[:, row] = np.cumprod(1 - known * (1 - chances), axis=-1)
-        return worths
+    def _trusting(
+        self, verified: Length, served: Sequence[Served], slots: int, live: Bool[np.ndarray, "n r"],
+        stood: Int[np.ndarray, "n r"],
+    ) -> None:  # fmt: skip
+        """Compares what shared rows gained in the cycles in which all were there with what was expected of them."""
+        whole = live.all(axis=1)
+        if not whole.any():
+            return
+        survivals = np.concatenate([
+            acceptance.survivals([one.ticket for one in served if one.kind == kind])
+            for kind, acceptance in self.requests.items()
+        ])  # fmt: skip
+        best, keep = best_gains(survivals), 0.5 ** (len(live) / TRUST_HALF_LIFE)
+        expected = best[np.clip(slots * verified.tokens - len(served), 0, len(best) - 1)]
+        self.gained = keep * self.gained + float(stood[whole].sum())
+        self.expected = keep * self.expected + float(expected) * int(np.count_nonzero(whole))
 
 
-def best_gains(worths: Float[np.ndarray, "cycles requests g"]) -> Float[np.ndarray, "n"]:
-    """Proposals that stand on average where the best 0, 1, 2, ... of each cycle are verified."""
-    flat = -np.sort(-worths.reshape(len(worths), -1), axis=1)
-    return np.concatenate([[0.0], np.cumsum(flat, axis=1).mean(axis=0)])
+def judged(
+    drafts: int,
+    live: Bool[np.ndarray, "n r"],
+    stood: Int[np.ndarray, "n r"],
+    lengths: Int[np.ndarray, "n r"],
+    chances: Float[np.ndarray, "n r g"] | None = None,
+) -> tuple[Float[np.ndarray, "r g"], Float[np.ndarray, "r g"]]:
+    """How often each place of a request was judged in these cycles, and how often its proposal stood.
+
+    Args:
+      lengths: tokens that were verified, the pending one included.
+      chances: of shared rows, that each proposal stands. Which were not verified is no accident there, so they count as far as they
+        would have been come to, and as having stood by these.
+    """
+    places, last = np.arange(drafts), lengths[:, :, None] - 1
+    held = places < stood[:, :, None]
+    seen = held | ((places == stood[:, :, None]) & (places < last))
+    tried, good = seen.astype(float), held.astype(float)
+    if chances is not None:
+        cut = (stood[:, :, None] == last) & (places >= last)
+        after = np.cumprod(np.where(places < last, 1.0, chances), axis=2)
+        before = np.concatenate([np.ones_like(after[:, :, :1]), after[:, :, :-1]], axis=2)
+        tried, good = tried + cut * before, good + cut * after
+    each = live[:, :, None]
+    return np.sum(tried * each, axis=0), np.sum(good * each, axis=0)
+
+
+def best_gains(survivals: Float[np.ndarray, "r g"]) -> Float[np.ndarray, "n"]:
+    """Proposals that stand on average where the best 0, 1, 2, ... of all are verified."""
+    return np.concatenate([[0.0], np.cumsum(-np.sort(-survivals.reshape(-1)))])

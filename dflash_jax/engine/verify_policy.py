@@ -6,8 +6,8 @@ emitted is the target's own choice either way, so the choice moves time and noth
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -84,6 +84,13 @@ class Acceptance:
         return 1.0 + np.concatenate([[0.0], np.cumsum(np.cumprod(chances))])
 
 
+class Length(NamedTuple):
+    """What a cycle verifies: so many tokens of each slot, or of slots on average where they share the target's rows."""
+
+    tokens: int
+    shared: bool = False
+
+
 class Choice(NamedTuple):
     """What the next cycles verify.
 
@@ -92,8 +99,8 @@ class Choice(NamedTuple):
       loss_s: seconds that its lack costs in each cycle.
     """
 
-    length: int
-    wanted: int
+    length: Length
+    wanted: Length
     loss_s: float = 0.0
 
 
@@ -101,14 +108,22 @@ class Decision(NamedTuple):
     """What `VerifyPolicy.next` says of the next cycles.
 
     Attributes:
-      length: tokens that they verify in each slot.
+      length: what they verify.
       cycles: how many of them there are to be.
       compile: a length whose program should be compiled in the background from now on; told once.
     """
 
-    length: int
+    length: Length
     cycles: int
-    compile: int | None = None
+    compile: Length | None = None
+
+
+class Served(NamedTuple):
+    """A request that cycles were for."""
+
+    ticket: int
+    slot: int
+    kind: Kind
 
 
 def kind_of(request: Request) -> Kind:
@@ -136,49 +151,59 @@ class VerifyPolicy:
             "greedy": Acceptance(offered - 1),
             "sampled": Acceptance(offered - 1),
         }
-        self.current = min(option, offered) if isinstance(option, int) else offered
-        self.cycles = Counter[int]()
+        self.current = self.whole = Length(offered)
+        if isinstance(option, int):
+            self.current = Length(min(option, offered))
+        self.cycles = Counter[Length]()
         self.missed: dict[object, float] = {}
 
-    def candidates(self, slots: int, context: float) -> tuple[int, ...]:
+    def candidates(self, slots: int, context: float) -> tuple[Length, ...]:
         """Lengths worth having programs for, in ascending order: a quarter of the block, half of it and one token, where they save
         time, and all of it."""
         return tuple(self.costs(slots, context))
 
-    def costs(self, slots: int, context: float) -> dict[int, float]:
+    def costs(self, slots: int, context: float) -> dict[Length, float]:
         """Milliseconds of a cycle of each candidate; nothing is known of the only one where there is no choice."""
         if self.cost is None:
             return {self.current: math.nan}
-        kept = {self.offered: self.cost.ms(slots, self.offered, context)}
-        least = kept[self.offered]
-        for length in self.shorter(slots):
+        shorter = sorted({self.offered // 2, self.offered // 4, 1} - {0, self.offered}, reverse=True)
+        return self.saving(slots, context, map(Length, shorter))
+
+    def saving(self, slots: int, context: float, shorter: Iterable[Length]) -> dict[Length, float]:
+        """Milliseconds of a cycle of a whole block, and of those of `shorter` lengths, the longest first, that save time."""
+        kept = {self.whole: self.cycle_ms(slots, self.whole, context)}
+        least = kept[self.whole]
+        for length in shorter:
             spent = self.cycle_ms(slots, length, context)
             if spent * MARGIN < least:
                 kept[length] = least = spent
         return dict(sorted(kept.items()))
 
     def shares(self, slots: int) -> bool:
-        """Whether lengths are means over so many slots."""
+        """Whether so many slots may share rows."""
         del slots  # of every slot the same is verified
         return False
 
-    def shorter(self, slots: int) -> Sequence[int]:
-        """Lengths below the whole block that may be chosen, the longest first."""
-        del slots
-        return sorted({self.offered // 2, self.offered // 4, 1} - {0, self.offered}, reverse=True)
-
-    def cycle_ms(self, slots: int, length: int, context: float) -> float:
-        """Milliseconds of a cycle that verifies so many tokens."""
+    def cycle_ms(self, slots: int, length: Length, context: float) -> float:
+        """Milliseconds of a cycle that verifies so much."""
         assert self.cost is not None, "lengths are chosen by what they cost"
-        return self.cost.ms(slots, length, context)
+        # Whatever is verified, all proposals are made where rows are shared.
+        return self.cost.ms(slots, length.tokens, context, proposed=self.offered if length.shared else None)
 
-    def rates(self, kinds: Mapping[Kind, int], costs: Mapping[int, float], slots: int) -> dict[int, float]:
+    def rates(self, kinds: Mapping[Kind, int], costs: Mapping[Length, float], slots: int) -> dict[Length, float]:
         """Expected tokens a millisecond of each candidate, for so many running requests of each kind in so many slots."""
         del slots  # each gets what it is given
         gains = sum((n * self.acceptance[kind].expected() for kind, n in kinds.items()), start=np.zeros(self.offered))
-        return {length: float(gains[length - 1]) / spent for length, spent in costs.items()}
+        return {length: float(gains[length.tokens - 1]) / spent for length, spent in costs.items()}
 
-    def choose(self, kinds: Mapping[Kind, int], slots: int, context: float, status: Callable[[int], Status]) -> Choice:
+    def best(self, rates: Mapping[Length, float]) -> Length:
+        """The length of the highest rate, or the present one where that is hardly lower."""
+        top = max(rates, key=lambda length: (rates[length], length))
+        return self.current if rates[top] < MARGIN * rates.get(self.current, 0.0) else top
+
+    def choose(
+        self, kinds: Mapping[Kind, int], slots: int, context: float, status: Callable[[Length], Status]
+    ) -> Choice:
         """The length for the next cycles.
 
         Args:
@@ -192,29 +217,27 @@ class VerifyPolicy:
             return Choice(self.current, self.current)
         costs = self.costs(slots, context)
         rates = self.rates(kinds, costs, slots)
-
-        def best(lengths: Sequence[int]) -> int:
-            top = max(lengths, key=lambda n: (rates[n], n))
-            held = self.current in lengths and rates[top] < MARGIN * rates[self.current]
-            return self.current if held else top
-
-        wanted = best(list(rates))
+        wanted = self.best(rates)
         found = {wanted: status(wanted)}
         if found[wanted] == "compiled":
             self.current = wanted
             return Choice(wanted, wanted)
         found |= {length: status(length) for length in rates if length != wanted}
-        able = [length for length in rates if found[length] == "compiled"]
-        able = able or [length for length in rates if found[length] == "pending"]
-        self.current = best(able) if able else wanted
+        able = {length: rate for length, rate in rates.items() if found[length] == "compiled"}
+        able = able or {length: rate for length, rate in rates.items() if found[length] == "pending"}
+        self.current = self.best(able) if able else wanted
         loss = costs[self.current] * max(0.0, 1 - rates[self.current] / rates[wanted])
         return Choice(self.current, wanted, loss / 1e3)
 
     def next(
-        self, kinds: Mapping[Kind, int], slots: int, context: float, cycles: int, status: Callable[[int], Status],
-        running: Sequence[int] = (),
-    ) -> Decision:  # fmt: skip
-        """The next cycles, at most `cycles` of them. Arguments are those of `choose`; `running` are the requests' tickets."""
+        self, running: Mapping[int, Kind], slots: int, context: float, cycles: int, status: Callable[[Length], Status]
+    ) -> Decision:
+        """The next cycles, at most `cycles` of them.
+
+        Args:
+          running: kinds of requests by their tickets; the other arguments are those of `choose`.
+        """
+        kinds = Counter(running.values())
         if self.cost is None:
             return Decision(self.current, cycles)
         choice = self.choose(kinds, slots, context, status)
@@ -237,23 +260,30 @@ class VerifyPolicy:
     def patience(self, kinds: Mapping[Kind, int], cycles: int) -> int:
         """Cycles until the next look, of `cycles` at most: few where little is known about the running requests."""
         thin = any(self.acceptance[kind].evidence < FIRST_CYCLES for kind in kinds)
-        return min(cycles, FIRST_CYCLES) if thin and self.cost is not None and self.current > 1 else cycles
+        return min(cycles, FIRST_CYCLES) if thin and self.cost is not None and self.current.tokens > 1 else cycles
 
-    def observe(self, verified: int, accepted: Mapping[Kind, np.ndarray], cycles: int) -> None:
+    def look(self, verified: Length, served: Sequence[Served], emitted: Emitted) -> None:
+        """Takes in what came of cycles.
+
+        Args:
+          emitted: on the host.
+        """
+        ran = np.asarray(emitted.counts) > 0
+        found: dict[Kind, np.ndarray] = {}
+        if self.learns:  # else nobody asks, and the device waits for this
+            accepted = np.asarray(emitted.accepted)
+            for kind in get_args(Kind):
+                slots = [one.slot for one in served if one.kind == kind]
+                found[kind] = accepted[:, slots][ran[:, slots]]
+        self.observe(verified, found, int(np.count_nonzero(ran.any(axis=1))))
+
+    def observe(self, verified: Length, accepted: Mapping[Kind, np.ndarray], cycles: int) -> None:
         """Takes in what `cycles` cycles accepted, for each kind one number for each live slot and cycle."""
         self.cycles[verified] += cycles
         for kind, acceptance in self.acceptance.items():
             acceptance.fade(cycles)
-            if verified > 1 and len(accepted.get(kind, ())):
-                acceptance.observe(accepted[kind], verified)
-
-    def observe_drafts(self, tickets: Mapping[int, int], emitted: Emitted) -> None:
-        """Takes in what single proposals came to where lengths follow each request.
-
-        Args:
-          tickets: of requests, by their slots.
-          emitted: on the host.
-        """
+            if verified.tokens > 1 and len(accepted.get(kind, ())):
+                acceptance.observe(accepted[kind], verified.tokens)
 
     def worth_compiling(self, key: object, seconds: float) -> bool:
         """Adds time lost for want of the program `key`, and tells once when that has become too much."""
