@@ -151,7 +151,8 @@ def test_a_length_that_is_hardly_better_does_not_take_over(cost, monkeypatch):
     """Otherwise noise in what stood would have it change with every look."""
     lengths = VerifyPolicy(OFFERED, cost, "auto")
     for eight, sixteen, chosen in ((1.02, 1.0, 16), (1.04, 1.0, 8), (1.0, 1.02, 8), (1.0, 1.04, 16)):
-        monkeypatch.setattr(lengths, "rates", lambda *_, rates={Length(8): eight, WHOLE: sixteen}: rates)
+        rates = {Length(8): eight, WHOLE: sixteen}
+        monkeypatch.setattr(lengths, "rates", lambda *_, rates=rates: rates)
         assert lengths.choose({"greedy": 8}, 8, 1024.0, all_compiled).length.tokens == chosen
 
 

@@ -1,17 +1,22 @@
 """Rows that requests share: what is learnt of a drafter's confidence, how many rows are chosen, and that no text changes."""
 
+import itertools
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from dflash_jax.checkpoints.weights import weight_shapes
 from dflash_jax.compile.programs import Status
 from dflash_jax.decoding import cycle
+from dflash_jax.decoding.accept import imposed_chance
 from dflash_jax.decoding.state import Emitted
 from dflash_jax.engine.acceptance_estimate import RIDGE, SHRINKAGE, AcceptanceEstimate
 from dflash_jax.engine.cycle_costs import CycleCost, cycle_cost
-from dflash_jax.engine.verify_per_request import LOOK_AGAIN, PerRequestPolicy, best_gains
-from dflash_jax.engine.verify_policy import FIRST_CYCLES, Choice
+from dflash_jax.engine.verify_per_request import PerRequestPolicy, best_gains, judged
+from dflash_jax.engine.verify_policy import Choice, Kind, Length, Served
 from dflash_jax.models import family_named
 from dflash_jax.models.dflash import DFlash
 from dflash_jax.models.presets import DRAFTERS, TARGETS
@@ -75,99 +80,193 @@ def test_confidence_is_no_bad_sign_and_parted_data_break_nothing() -> None:
     assert estimate.chances(odds).min() > 0.99
 
 
-class Stairs(CycleCost):
-    """A cycle costs 2.5 ms up to three proposals of two requests, 3.1 ms above."""
-
-    def __init__(self):
-        """Of no pair."""
-
-    def ms(self, slots: int, verified: int, context: float, *, proposed: int | None = None) -> float:
-        return 2.5 if slots * verified <= 5 else 3.1
-
-
-def compiled(_: int) -> Status:
+def compiled(_: Length) -> Status:
     return "compiled"
 
 
 def test_worked_example_of_gains() -> None:
-    """Tokens a millisecond of 0, 1, ... proposals of two requests under a staircase: three are best."""
-    gains = best_gains(np.cumprod([[[0.9, 0.8, 0.5], [0.6, 0.5, 0.2]]], axis=2))
-    costs = np.array([Stairs().ms(1, 2 + more, 0.0) for more in range(7)])
-    np.testing.assert_allclose(((2 + gains) / costs), [0.8, 1.16, 1.448, 1.688, 1.477, 1.574, 1.594], atol=5e-4)
+    """Tokens a millisecond of 0, 1, ... proposals of two requests under a staircase, 2.5 ms up to three and 3.1 above: three are
+    best."""
+    gains = best_gains(np.cumprod([[0.9, 0.8, 0.5], [0.6, 0.5, 0.2]], axis=1))
+    costs = np.where(np.arange(7) <= 3, 2.5, 3.1)
+    np.testing.assert_allclose((2 + gains) / costs, [0.8, 1.16, 1.448, 1.688, 1.477, 1.574, 1.594], atol=5e-4)
 
 
 class Rows(CycleCost):
-    """So much a cycle, so much a row."""
+    """So much a cycle, so much a row, and something for sharing."""
 
     def __init__(self):
         """Of no pair."""
 
     def ms(self, slots: int, verified: int, context: float, *, proposed: int | None = None) -> float:
-        return 3.0 + 0.02 * slots * verified if verified > 1 else 2.5 + 0.02 * slots
+        return (3.0 if verified > 1 else 2.5) + 0.02 * slots * verified + (0.0 if proposed is None else 0.2)
 
 
-def told(policy: PerRequestPolicy, odds: np.ndarray, length: int, rng: np.random.Generator) -> int:
-    """One call of 8 cycles in which the device verifies `length` a slot; returns the tokens gained."""
-    cycles, slots, places = 8, *odds.shape
-    chances = 1 / (1 + np.exp(-(0.9 * odds - 0.2)))
-    survival = policy.learnt.chances(odds).cumprod(axis=1)
-    lengths = np.array(lengths_of(survival, np.full(slots, True), slots * length))
-    stood = np.cumprod(rng.random((cycles, slots, places)) < chances, axis=2).sum(axis=2)
-    stood = np.minimum(stood, lengths - 1)
-    told = {"lengths": np.tile(lengths, (cycles, 1)), "odds": np.tile(odds, (cycles, 1, 1))}
-    nothing = np.zeros((cycles, slots, 0))
-    emitted = Emitted(nothing, 1 + stood, stood, nothing, nothing, nothing, **told)
-    policy.observe_drafts(dict(enumerate(range(slots))), emitted)
-    policy.observe(length, {}, cycles)
-    return int(np.sum(1 + stood))
+class World:
+    """Requests in slots of their own whose proposals stand with one chance each, and a drafter that knows it.
+
+    Args:
+      knows: False for a drafter that is as sure of all of them.
+    """
+
+    def __init__(self, policy: PerRequestPolicy, chances: np.ndarray, *, slots: int | None = None, knows: bool = True):
+        self.policy, self.chances, self.rng = policy, chances, np.random.default_rng(2)
+        self.slots, self.first = slots or len(chances), 0
+        self.odds = (np.log(chances / (1 - chances)) if knows else np.full(len(chances), 1.0))[:, None] * np.ones(15)
+        self.chosen: list[Length] = []
+
+    def run(self, calls: int, *, cycles: int = 8) -> float:
+        """Tokens a millisecond over so many calls."""
+        tokens = spent = 0.0
+        for _ in range(calls):
+            count = len(self.chances)
+            tickets: dict[int, Kind] = dict.fromkeys(range(self.first, self.first + count), "greedy")
+            length = self.policy.next(tickets, self.slots, 100.0, cycles, compiled).length
+            self.chosen.append(length)
+            lengths = np.full(count, length.tokens)
+            told: dict[str, Any] = {}
+            if length.shared:
+                survival = self.policy.learnt.chances(self.odds).cumprod(axis=1)
+                lengths = np.array(lengths_of(survival, np.full(count, True), self.slots * length.tokens))
+                told = {"lengths": np.tile(lengths, (cycles, 1)), "odds": np.tile(self.odds, (cycles, 1, 1))}
+            stands = self.rng.random((cycles, count, 15)) < self.chances[:, None]
+            stood: Any = np.minimum(np.cumprod(stands, axis=2).sum(axis=2), lengths - 1)
+            nothing: Any = np.zeros((cycles, count, 0))
+            served = [Served(ticket, slot, "greedy") for slot, ticket in enumerate(tickets)]
+            emitted = Emitted(nothing, 1 + stood, stood, nothing, nothing, nothing, **told)
+            self.policy.look(length, served, emitted)
+            tokens += np.sum(1 + stood)
+            spent += cycles * self.policy.cycle_ms(self.slots, length, 100.0)
+        return tokens / spent
+
+    def best_common(self) -> float:
+        """Tokens a millisecond of the best length that all have in common, by who knows the chances."""
+        gains = 1 + np.cumsum(
+            np.concatenate([[0], np.cumprod(self.chances[:, None] * np.ones(15), axis=1).mean(axis=0)])
+        )
+        lengths = [Length(n) for n in (1, 4, 8, 16)]
+        return max(
+            len(self.chances) * (gains[n.tokens - 1]) / self.policy.cycle_ms(self.slots, n, 100.0) for n in lengths
+        )
+
+
+MIXED = np.where(np.arange(32) % 2, 0.97, 0.05)
+
+
+@pytest.mark.parametrize("mean", [2.0, 6.0, 10.0])
+@pytest.mark.parametrize("count", [1, 32])
+def test_equal_requests_and_one_alone_never_share(mean, count) -> None:
+    """Of all that run are the same length is verified; what that is, and how soon it is found, is as it was before requests were
+    told apart."""
+    world = World(PerRequestPolicy(16, Rows()), np.full(count, imposed_chance(mean, 15)))
+    world.run(10)
+    assert world.run(60) > 0.96 * world.best_common()
+    assert not any(length.shared for length in world.chosen)
 
 
 def test_good_requests_pay_for_rows_that_bad_ones_do_not_get() -> None:
     """Half of 32 requests have proposals that stand, half have none: some rows for each slot on average beat the whole block and
-    any length for all; where all are bad nothing is drafted, until it is tried again."""
-    policy, rng = PerRequestPolicy(16, Rows()), np.random.default_rng(2)
-    mixed = np.where(np.arange(32)[:, None] % 2, 4.0, -5.0) * np.ones(15)
-    tickets = list(range(32))
-    assert policy.next({"greedy": 32}, 32, 100.0, 32, compiled, tickets)[:2] == (12, FIRST_CYCLES)
-    for _ in range(60):
-        length = policy.next({"greedy": 32}, 32, 100.0, 32, compiled, tickets).length
-        gained = told(policy, mixed, length, rng)
-    assert 4 <= length <= 9
-    rate = gained / 8 / policy.cost.ms(32, length, 100.0)
-    assert rate > 1.1 * max((32 + 16 * min(n - 1, 11)) / Rows().ms(32, n, 100.0) for n in range(1, 17))
-    for _ in range(40):
-        length = policy.next({"greedy": 32}, 32, 100.0, 32, compiled, tickets).length
-        if length == 1:
-            break
-        told(policy, np.full((32, 15), -6.0), length, rng)
-    assert length == 1
-    policy.observe(1, {}, 100)
-    assert policy.next({"greedy": 32}, 32, 100.0, 32, compiled, tickets)[:2] == (1, 32)
-    policy.observe(1, {}, 4000)
-    again = policy.next({"greedy": 32}, 32, 100.0, 32, compiled, tickets)
-    assert again.length > 1
-    assert again.cycles == FIRST_CYCLES
-    # A request that nobody has seen is reckoned to be a good one.
-    policy.observe(1, {}, -4000)
-    assert policy.next({"greedy": 32}, 32, 100.0, 32, compiled, tickets).length == 1
-    assert policy.next({"greedy": 32}, 32, 100.0, 32, compiled, [*tickets[:-16], *range(100, 116)]).length > 1
+    any length for all. Others who come after them and are all alike share nothing."""
+    world = World(PerRequestPolicy(16, Rows()), MIXED)
+    world.run(10)
+    assert world.run(40) > 1.1 * world.best_common()
+    assert all(length.shared for length in world.chosen[5:])
+    after = World(world.policy, np.full(32, 0.8))
+    after.first = 100
+    after.run(20)
+    assert after.run(20) > 0.96 * after.best_common()
+    assert not any(length.shared for length in after.chosen[10:])
 
 
-def test_a_new_request_among_many_changes_little() -> None:
-    """Where rows are shared anyway nobody has to be looked at apart: one unknown request of 32 leaves the length as it was."""
-    policy, rng = PerRequestPolicy(16, Rows()), np.random.default_rng(4)
-    mixed = np.where(np.arange(32)[:, None] % 2, 4.0, -5.0) * np.ones(15)
+def test_slots_that_stand_empty_leave_their_rows() -> None:
+    """Few requests of equal ones, in many slots, share what all slots have."""
+    world = World(PerRequestPolicy(16, Rows()), np.full(4, 0.9), slots=32)
+    world.run(10)
+    assert world.run(20) > 1.1 * world.best_common()
+    assert world.chosen[-1] == Length(4, shared=True)
+
+
+def test_a_drafter_that_cannot_tell_is_not_trusted() -> None:
+    """Its rows go to whom they do not help. It is tried for a while, and lengths are common ones again."""
+    world = World(PerRequestPolicy(16, Rows()), MIXED, knows=False)
+    world.run(40)
+    assert any(length.shared for length in world.chosen)
+    assert not any(length.shared for length in world.chosen[-10:])
+    assert world.run(40) > 0.96 * world.best_common()
+
+
+def test_whoever_insists_has_rows_shared() -> None:
+    """Lengths between the pending token and the whole block are means; equal requests have no others."""
+    policy = PerRequestPolicy(16, Rows(), "per_request")
+    assert [length.tokens for length in policy.candidates(32, 100.0)] == [1, 2, 3, 4, 6, 8, 12, 16]
+    assert [length for length in policy.candidates(32, 100.0) if not length.shared] == [Length(1), Length(16)]
+    world = World(policy, np.full(32, 0.8))
+    world.run(20)
+    assert all(length.shared for length in world.chosen)
+
+
+def test_drafting_is_given_up_and_tried_again() -> None:
+    world = World(PerRequestPolicy(16, Rows()), np.full(32, 0.02))
+    world.run(200)
+    rested = world.policy.cycles[Length(1)]
+    assert rested > 0.8 * sum(world.policy.cycles.values())
+    world.chances = np.full(32, 0.9)
+    world.run(100)
+    assert world.run(20) > 0.93 * world.best_common()
+
+
+def test_requests_that_stay_long_are_not_the_typical_ones() -> None:
+    """Those whose proposals fall run alone in the end. Who comes next is reckoned to be like all that came, and drafts at once."""
+    policy = PerRequestPolicy(16, Rows())
+    World(policy, MIXED).run(3)
+    tail = World(policy, MIXED[::2])
+    tail.first = 200
     for _ in range(20):
-        length = policy.next({"greedy": 32}, 32, 100.0, 32, compiled, range(32)).length
-        told(policy, mixed, length, rng)
-    later = policy.next({"greedy": 32}, 32, 100.0, 32, compiled, [*range(31), 99])
-    assert 4 <= length <= later.length <= 9
-    assert later.cycles == FIRST_CYCLES
+        tail.run(1)
+    assert policy.current == Length(1)
+    fresh: dict[int, Kind] = dict.fromkeys(range(300, 332), "greedy")
+    assert policy.next(fresh, 32, 100.0, 32, compiled).length.tokens > 1
 
 
-def always(length: int):
-    """A choice of so many tokens for each slot on average, whatever they cost."""
-    return lambda policy, *_: Choice(length, length)
+def test_what_was_not_verified_of_shared_rows_counts_by_the_law() -> None:
+    """Rows are cut where the law is low. Left out these cycles would make a request look better than it is."""
+    rng, cycles, chance = np.random.default_rng(5), 20_000, np.array([[0.9, 0.5], [0.3, 0.2]])
+    law = chance[rng.integers(0, 2, cycles)][:, None]
+    stands = np.cumprod(rng.random(law.shape) < law, axis=2).sum(axis=2)
+    lengths = np.where(law[:, :, 0] > 0.5, 3, 1)
+    live = np.full(lengths.shape, True)
+    tried, stood = judged(2, live, np.minimum(stands, lengths - 1), lengths, law)
+    np.testing.assert_allclose((stood / tried)[0], [0.6, (0.45 + 0.06) / 1.2], rtol=0.03)
+    tried, stood = judged(2, live, np.minimum(stands, lengths - 1), lengths)
+    np.testing.assert_allclose((stood / tried)[0], [0.9, 0.5], rtol=0.03)
+    assert not np.any(judged(2, ~live, stands, lengths, law))
+
+
+def by_turns(*lengths: Length):
+    """One of these in each call, whatever they cost."""
+    each = itertools.cycle(lengths)
+
+    def choose(policy: PerRequestPolicy, *_) -> Choice:
+        policy.current = next(each)
+        return Choice(policy.current, policy.current)
+
+    return choose
+
+
+@pytest.mark.few("greedy")
+@pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
+def test_texts_stay_the_same_where_rows_are_shared_now_and_then(make_pair, make_prompts, monkeypatch, temperature):
+    """Common lengths and shared rows by turns, in the middle of texts, while requests come and go."""
+    pair = make_pair(draft=draft_config(block_size=8), max_batch=4)
+    prompts = make_prompts((5, 21, 9, 13, 7, 30))
+    each = [SamplingParams(max_tokens=30 + 5 * i, seed=i, temperature=temperature) for i in range(6)]
+    plain = pair.run(prompts, each, draft=False)[0]
+    lengths = Length(8), Length(3, shared=True), Length(4), Length(1), Length(2, shared=True)
+    monkeypatch.setattr(PerRequestPolicy, "choose", by_turns(*lengths))
+    monkeypatch.setattr(PerRequestPolicy, "shares", lambda policy, slots: True)
+    pair.engine.verify_length = "auto"
+    assert pair.run(prompts, each)[0] == plain
+    assert pair.engine.verify_policy.cycles.keys() == set(lengths)
 
 
 def test_texts_are_the_targets_own_and_rows_go_where_they_are_worth_it(make_pair, make_prompts, monkeypatch):
@@ -195,7 +294,7 @@ def test_texts_are_the_targets_own_and_rows_go_where_they_are_worth_it(make_pair
 
     monkeypatch.setattr(cycle, "draft_block", remember)
     monkeypatch.setattr(DFlash, "logits", known)
-    monkeypatch.setattr(PerRequestPolicy, "choose", always(3))
+    monkeypatch.setattr(PerRequestPolicy, "choose", by_turns(Length(3, shared=True)))
     monkeypatch.setattr(PerRequestPolicy, "shares", lambda policy, slots: True)
     pair.engine.verify_length = "per_request"
     drafted, counts, _ = pair.run(prompts, each)
@@ -204,35 +303,7 @@ def test_texts_are_the_targets_own_and_rows_go_where_they_are_worth_it(make_pair
     assert np.mean(counts[1][:11] + counts[3][:11]) < 1.5
     estimate = pair.engine.verify_policy.estimate
     assert estimate is not None
-    assert pair.engine.verify_policy.cycles.keys() == {3}
-
-
-def test_whole_blocks_are_plain_ones_and_requests_are_looked_at_before() -> None:
-    """Requests whose proposals all stand get whole blocks, which say nothing of single proposals, after a look and until the next;
-    where no length between pays, lengths are those of acceptance alone."""
-    policy, rng, tickets = PerRequestPolicy(16, Rows()), np.random.default_rng(3), [0, 1, 2, 3]
-    sure, stood = np.full((4, 15), 9.0), {"greedy": np.full(32, 15)}
-
-    def following(status=compiled):
-        return policy.next({"greedy": 4}, 4, 100.0, 32, status, tickets)
-
-    for _ in range(3):
-        assert following().length == (16 if policy.recent else 12)
-        told(policy, sure, 12, rng)
-    assert following()[:2] == (16, 32)
-    for _ in range(LOOK_AGAIN // 32):
-        policy.observe(16, stood, 32)
-    assert following()[:2] == (12, FIRST_CYCLES)
-    assert following(lambda length: "compiled" if length == 16 else "missing").length == 16
-
-    class Flat(Rows):
-        def ms(self, slots: int, verified: int, context: float, *, proposed: int | None = None) -> float:
-            return 3.0 if verified > 1 else 2.5
-
-    flat = PerRequestPolicy(16, Flat())
-    assert flat.next({"greedy": 1}, 1, 100.0, 32, compiled, [7]).length == 16
-    flat.observe(16, {"greedy": np.zeros(64, int)}, 64)
-    assert flat.next({"greedy": 1}, 1, 100.0, 32, compiled, [7]).length == 1
+    assert pair.engine.verify_policy.cycles.keys() == {Length(3, shared=True)}
 
 
 def test_few_slots_do_not_share() -> None:
@@ -242,7 +313,6 @@ def test_few_slots_do_not_share() -> None:
         weights = weight_shapes(pair, jnp.dtype(jnp.bfloat16))
     policy = PerRequestPolicy(16, cycle_cost(pair[0][0], pair[1][0], weights))
     assert [policy.shares(slots) for slots in (1, 8, 16, 64)] == [False, False, True, True]
-    assert policy.shorter(8) == [8, 4, 1]
-    assert policy.shorter(64) == [12, 8, 6, 4, 3, 2, 1]
-    assert policy.cycle_ms(8, 8, 100.0) == policy.cost.ms(8, 8, 100.0)
-    assert policy.cycle_ms(64, 8, 100.0) > policy.cost.ms(64, 8, 100.0) + 0.3
+    assert not any(length.shared for length in policy.candidates(8, 100.0))
+    assert [length.tokens for length in policy.candidates(64, 100.0) if length.shared] == [4, 6, 8]
+    assert policy.cycle_ms(64, Length(8, shared=True), 100.0) > policy.cycle_ms(64, Length(8), 100.0) + 0.3
