@@ -20,6 +20,7 @@ from dflash_jax.decoding.state import Setup
 from dflash_jax.engine import Engine, Run
 from dflash_jax.engine.acceptance import acceptance_by_position
 from dflash_jax.engine.requests import Needs, Request
+from dflash_jax.engine.verify_auto import AutoPolicy
 from dflash_jax.engine.verify_policy import Length
 from dflash_jax.engine.warmup import Jobs
 from dflash_jax.errors import ParameterError
@@ -225,10 +226,11 @@ def _likely(
 ) -> Sequence[Length]:
     """Lengths that may be verified; where one acceptance is imposed, those that do not gain far less for their time."""
     lengths, policy = engine.verify_lengths(setup, users), engine.verify_policy
-    if policy.cost is None or imposed is None or isinstance(imposed, tuple):
+    if not isinstance(policy, AutoPolicy) or imposed is None or isinstance(imposed, tuple):
         return lengths
-    # Shared rows are not held to it: where few of the slots are taken they all have as many as they like.
-    rates = {length: min(length.tokens, imposed) / policy.cycle_ms(users, length, context) for length in lengths}
+    common = [length for length in lengths if not length.shared]
+    rates = {length: min(length.tokens, imposed) / policy.cycle_ms(users, length, context) for length in common}
+    # Where slots stand empty, those that are taken may have all rows.
     return [length for length in lengths if length.shared or rates[length] > UNLIKELY * max(rates.values())]
 
 

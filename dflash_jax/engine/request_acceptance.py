@@ -18,15 +18,17 @@ from jaxtyping import Float
 
 # Chance of the first proposal before anything is known: high, so that drafting is tried.
 FIRST_GUESS = 0.8
-# A guess weighs as much as this many observations, and those of one place for at most so many.
-GUESS_WEIGHT, MOST_EVIDENCE = 2.0, 256.0
+# A guess weighs as much as this many observations. Those of one place count for at most so many, and the cycles of one of many
+# requests for as many as it takes to tell it from others.
+GUESS_WEIGHT, MOST_EVIDENCE, OWN_EVIDENCE = 2.0, 256.0, 32.0
 # Cycles after which what was seen counts half.
 HALF_LIFE = 96.0
 # Requests that are remembered beside those that run, and how far levels spread before two are known.
 REMEMBERED, FIRST_SPREAD = 64, 1.0
 LEAST_SPREAD, MOST_SPREAD = 1e-3, 9.0
-# Of a step, for data that a line parts; and how far from one half places may come.
-LARGEST_STEP, MOST_LOG_ODDS = 1.5, 7.0
+# Steps of a fit, which begins where the last one ended, at most; the one it may end with; and the largest, for data that a line
+# parts, as is how far from one half places may come.
+MOST_STEPS, SMALL_STEP, LARGEST_STEP, MOST_LOG_ODDS = 5, 0.1, 1.5, 7.0
 # Observations below which a request says nothing of how far levels spread.
 TELLING = 0.25
 
@@ -57,8 +59,10 @@ class RequestAcceptance:
     def observe(self, tickets: Sequence[int], tried: Float[np.ndarray, "n g"], stood: Float[np.ndarray, "n g"]) -> None:
         """Takes in how often proposals of requests were judged, and how often they stood."""
         rows = self._rows_of(tickets)
-        self.tried[rows] += tried
-        self.stood[rows] += stood
+        tried, stood = self.tried[rows] + tried, self.stood[rows] + stood
+        most = max(OWN_EVIDENCE, MOST_EVIDENCE / len(rows))
+        keep = np.minimum(1.0, most / np.maximum(tried[:, :1], 1.0))
+        self.tried[rows], self.stood[rows] = keep * tried, keep * stood
         self._fresh = True
 
     @property
@@ -77,7 +81,7 @@ class RequestAcceptance:
         seen = rows >= 0
         levels, weights = np.zeros(len(rows)), np.zeros(len(rows))
         levels[seen] = self.levels[rows[seen]]
-        weights[seen] = self._weights(self.levels[rows[seen]], self.tried[rows[seen]])
+        weights[seen], _ = self._slopes(levels[seen], self.tried[rows[seen]], self.stood[rows[seen]], axis=1)
         # What is not known of a level is as if it were one of two, as far from the likeliest as its law is wide.
         wide = 1 / np.sqrt(weights + 1 / self.spread)
         nodes = levels[:, None] + np.stack([wide, -wide], axis=1)
@@ -99,43 +103,55 @@ class RequestAcceptance:
             self.rows[ticket] = row
         return np.array([self.rows[ticket] for ticket in tickets], np.int64)
 
-    def _weights(self, levels: Float[np.ndarray, "n"], tried: Float[np.ndarray, "n g"]) -> Float[np.ndarray, "n"]:
-        chance = _sigmoid(levels[:, None] + self.places)
-        return np.sum(tried * chance * (1 - chance), axis=1)
-
     def _fit(self) -> None:
+        """Steps until they are small: one, where little has changed."""
         if not self._fresh or not self.rows:
             return
         self._fresh = False
-        count = len(self.rows)
-        tried, stood = self.tried[:count], self.stood[:count]
-        scale = np.minimum(1.0, MOST_EVIDENCE / np.maximum(tried.sum(axis=0), 1.0))
-        chance = _sigmoid(self.levels[:count, None] + self.places)
-        slack, left = tried * chance * (1 - chance), stood - tried * chance
-        weight, pull = slack.sum(axis=1), left.sum(axis=1)
-        # Where the request's own observations alone would have its level be, and how far levels spread beyond what chance does.
+        for _ in range(MOST_STEPS):
+            if self._step(len(self.rows)) < SMALL_STEP:
+                break
+
+    def _step(self, count: int) -> float:
+        """One of Newton's method for levels, then for places; returns how far the latter went."""
+        tried, stood, levels = self.tried[:count], self.stood[:count], self.levels[:count]
+        weight, pull = self._slopes(levels, tried, stood, axis=1)
         telling = weight > TELLING
         if np.count_nonzero(telling) > 1:
-            own = self.levels[:count][telling] + np.clip(pull[telling] / weight[telling], -LARGEST_STEP, LARGEST_STEP)
+            # Where their own observations alone would have levels be, and how far these spread beyond what chance does.
             noise = 1 / weight[telling]
+            own = levels[telling] + np.clip(pull[telling] * noise, -LARGEST_STEP, LARGEST_STEP)
             share = 1 / (noise + self.spread)
-            middle = np.average(own, weights=share)
-            spread = np.average((own - middle) ** 2 - noise, weights=share)
-            self.spread = float(np.clip(spread, LEAST_SPREAD, MOST_SPREAD))
-        step = (pull - self.levels[:count] / self.spread) / (weight + 1 / self.spread)
-        self.levels[:count] += np.clip(step, -LARGEST_STEP, LARGEST_STEP)
+            beyond = (own - np.average(own, weights=share)) ** 2 - noise
+            self.spread = float(np.clip(np.average(beyond, weights=share), LEAST_SPREAD, MOST_SPREAD))
+        step = (pull - levels / self.spread) / (weight + 1 / self.spread)
+        levels += np.clip(step, -LARGEST_STEP, LARGEST_STEP)
         if np.any(telling):
-            middle = self.levels[:count][telling].mean()
-            self.levels[:count] -= middle
+            middle = levels[telling].mean()
+            levels -= middle
             self.places += middle
-        chance = _sigmoid(self.levels[:count, None] + self.places)
-        slack, left = tried * chance * (1 - chance), stood - tried * chance
+        scale = np.minimum(1.0, MOST_EVIDENCE / np.maximum(tried.sum(axis=0), 1.0))
+        weight, pull = self._slopes(levels, tried, stood, axis=0)
         typical = _sigmoid(self.places)
+        # The guess for a place is the chance of the place before it.
         guess = np.concatenate([[FIRST_GUESS], typical[:-1]])
-        pull = scale * left.sum(axis=0) + GUESS_WEIGHT * (guess - typical)
-        weight = scale * slack.sum(axis=0) + GUESS_WEIGHT * typical * (1 - typical)
-        self.places += np.clip(pull / np.maximum(weight, 1e-3), -LARGEST_STEP, LARGEST_STEP)
-        self.places = np.clip(self.places, -MOST_LOG_ODDS, MOST_LOG_ODDS)
+        pull = scale * pull + GUESS_WEIGHT * (guess - typical)
+        weight = scale * weight + GUESS_WEIGHT * typical * (1 - typical)
+        step = np.clip(pull / np.maximum(weight, 1e-3), -LARGEST_STEP, LARGEST_STEP)
+        self.places = np.clip(self.places + step, -MOST_LOG_ODDS, MOST_LOG_ODDS)
+        return float(np.max(np.abs(step), initial=0.0))
+
+    def _slopes(
+        self,
+        levels: Float[np.ndarray, "n"],
+        tried: Float[np.ndarray, "n g"],
+        stood: Float[np.ndarray, "n g"],
+        *,
+        axis: int,
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Second and first derivative of the observations' log-likelihood, the former's sign turned."""
+        chance = _sigmoid(levels[:, None] + self.places)
+        return np.sum(tried * chance * (1 - chance), axis=axis), np.sum(stood - tried * chance, axis=axis)
 
 
 def _sigmoid(x: np.ndarray) -> np.ndarray:

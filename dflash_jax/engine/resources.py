@@ -31,7 +31,7 @@ from dflash_jax.engine.buckets import Buckets, round_up
 from dflash_jax.engine.cascade import CascadePolicy, layer_costs
 from dflash_jax.engine.cycle_costs import CycleCost, cycle_cost
 from dflash_jax.engine.requests import ADJUSTING, LONGEST_WORD, MOST_WORDS, Request
-from dflash_jax.engine.verify_per_request import PerRequestPolicy
+from dflash_jax.engine.verify_auto import AutoPolicy
 from dflash_jax.engine.verify_policy import Length, VerifyLength, VerifyPolicy
 from dflash_jax.errors import CapacityError, ParameterError, PromptError
 from dflash_jax.models.dflash_config import DFlashConfig
@@ -414,15 +414,13 @@ class Resources:
     def verify_policy(self) -> VerifyPolicy:
         """Who chooses the verified length, with what was learnt from all cycles since `verify_length` was last set."""
         if self.draft is None:
-            return VerifyPolicy(1, None)
+            return VerifyPolicy(1)
         if self._lengths is None or self._lengths.option != self.verify_length:
-            chosen = self.verify_length in ("auto", "per_request")
-            cost = self._cycle_cost(self.draft) if chosen else None
-            offered = self.draft.num_drafts + 1
-            if cost is not None and isinstance(self.verify_length, str):
-                self._lengths = PerRequestPolicy(offered, cost, self.verify_length)
+            offered, option = self.draft.num_drafts + 1, self.verify_length
+            if isinstance(option, str):
+                self._lengths = AutoPolicy(offered, self._cycle_cost(self.draft), option)
             else:
-                self._lengths = VerifyPolicy(offered, cost, self.verify_length)
+                self._lengths = VerifyPolicy(offered, option)
         return self._lengths
 
     def _cycle_cost(self, draft: DFlashConfig) -> CycleCost:

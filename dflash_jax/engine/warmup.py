@@ -130,7 +130,7 @@ def first_length(core: Resources, setup: Setup, requests: Sequence[Request], slo
     if setup.draft is None or not requests:
         return Length(setup.offered)
     first = requests[0]  # decodes alone until the next one is prefilled
-    return core.verify_policy.choose({kind_of(first): 1}, slots, float(len(first.prompt)), lambda _: "missing").length
+    return core.verify_policy.first(kind_of(first), slots, float(len(first.prompt)))
 
 
 def prompt_calls(core: Resources, requests: Sequence[Request], slots: int) -> Iterator[tuple[int, int, int]]:

@@ -8,8 +8,9 @@ requests it gains nothing, and costs what `cycle_costs.SHARED_LAYER_S` says.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
@@ -19,8 +20,14 @@ from dflash_jax.decoding.state import Emitted
 from dflash_jax.engine.acceptance_estimate import AcceptanceEstimate
 from dflash_jax.engine.cycle_costs import CycleCost
 from dflash_jax.engine.request_acceptance import RequestAcceptance
-from dflash_jax.engine.verify_policy import FIRST_CYCLES, MARGIN, Decision, Kind, Length, Served, VerifyPolicy
+from dflash_jax.engine.verify_policy import Decision, Kind, Length, Served, VerifyPolicy
 
+# Another length must promise this much more before it takes over, and one that can never promise it over a longer one is left out.
+MARGIN = 1.03
+# Cycles between two looks while little is known: soon enough to stop drafting where it gains nothing.
+FIRST_CYCLES = 8
+# A program for a better length is compiled once its lack has cost this many seconds: about what compiling it takes.
+WORTH_COMPILING_S = 5.0
 # What sharing gained weighs against what was expected of it as much as if so many tokens had come as expected, and half of it is
 # forgotten after so many cycles.
 TRUST_TOKENS, TRUST_HALF_LIFE = 256.0, 1024.0
@@ -28,18 +35,31 @@ TRUST_TOKENS, TRUST_HALF_LIFE = 256.0, 1024.0
 MOST_TRUST = 1.5
 
 
-class PerRequestPolicy(VerifyPolicy):
-    """A `VerifyPolicy` that knows requests one by one.
+class Choice(NamedTuple):
+    """What the next cycles verify.
+
+    Attributes:
+      wanted: what would be best if every program were there.
+      loss_s: seconds that its lack costs in each cycle.
+    """
+
+    length: Length
+    wanted: Length
+    loss_s: float = 0.0
+
+
+class AutoPolicy(VerifyPolicy):
+    """A `VerifyPolicy` that chooses what is expected to gain most, and knows requests one by one.
 
     Args:
+      cost: milliseconds of a cycle.
       option: "auto" chooses among common lengths and shared rows, and has rows shared only where that promises `MARGIN` more than
         any common length; "per_request" always has them shared where neither the whole block nor plain decoding is better.
     """
 
-    cost: CycleCost
-
     def __init__(self, offered: int, cost: CycleCost, option: Literal["auto", "per_request"] = "auto"):
-        super().__init__(offered, cost, option)
+        super().__init__(offered, option)
+        self.cost, self.forced, self.whole = cost, option == "per_request", Length(offered)
         self.estimate = self.learnt = AcceptanceEstimate(offered - 1)
         self.requests: dict[Kind, RequestAcceptance] = {
             "greedy": RequestAcceptance(offered - 1),
@@ -47,12 +67,12 @@ class PerRequestPolicy(VerifyPolicy):
         }
         self.running: Mapping[int, Kind] = {}
         self.gained = self.expected = 0.0
+        self.missed: dict[object, float] = {}
         self._shares: dict[int, bool] = {}
 
-    @property
-    def forced(self) -> bool:
-        """Whether rows are shared wherever they can be."""
-        return self.option == "per_request"
+    def candidates(self, slots: int, context: float) -> tuple[Length, ...]:
+        """See `VerifyPolicy.candidates`: lengths that save time, and the whole block."""
+        return tuple(sorted(self.costs(slots, context)))
 
     def shares(self, slots: int) -> bool:
         """See `VerifyPolicy.shares`: whether shared rows save time at all."""
@@ -74,15 +94,30 @@ class PerRequestPolicy(VerifyPolicy):
         return [Length(mean, shared=True) for mean in sorted(means, reverse=True)]
 
     def costs(self, slots: int, context: float) -> dict[Length, float]:
-        """See `VerifyPolicy.costs`."""
-        if not self.shares(slots):
-            return super().costs(slots, context)
-        if self.forced:
-            return self.saving(slots, context, [*self._shared(), Length(1)])
-        return super().costs(slots, context) | self.saving(slots, context, self._shared())
+        """Milliseconds of a cycle of each candidate: all of the block, half of it, a quarter and one token, of each slot, and means
+        over slots."""
+        shared = self._shared() if self.shares(slots) else []
+        if self.forced and shared:
+            return self._saving(slots, context, [*shared, Length(1)])
+        common = sorted({self.offered // 2, self.offered // 4, 1} - {0, self.offered}, reverse=True)
+        return self._saving(slots, context, map(Length, common)) | self._saving(slots, context, shared)
+
+    def _saving(self, slots: int, context: float, shorter: Iterable[Length]) -> dict[Length, float]:
+        """Milliseconds of a cycle of a whole block, and of those of `shorter` lengths, the longest first, that save time."""
+        kept = {self.whole: self.cycle_ms(slots, self.whole, context)}
+        least = kept[self.whole]
+        for length in shorter:
+            spent = self.cycle_ms(slots, length, context)
+            if spent * MARGIN < least:
+                kept[length] = least = spent
+        return kept
+
+    def cycle_ms(self, slots: int, length: Length, context: float) -> float:
+        """Milliseconds of a cycle that verifies so much. Where rows are shared all proposals are made, whatever is verified."""
+        return self.cost.ms(slots, length.tokens, context, proposed=self.offered if length.shared else None)
 
     def rates(self, kinds: Mapping[Kind, int], costs: Mapping[Length, float], slots: int) -> dict[Length, float]:
-        """See `VerifyPolicy.rates`."""
+        """Expected tokens a millisecond of each candidate, for so many running requests of each kind in so many slots."""
         each: list[np.ndarray] = []
         for kind, number in kinds.items():
             tickets = [ticket for ticket, its in self.running.items() if its == kind]
@@ -99,42 +134,87 @@ class PerRequestPolicy(VerifyPolicy):
 
         return {length: (count + gained(length)) / spent for length, spent in costs.items()}
 
-    def best(self, rates: Mapping[Length, float]) -> Length:
-        """See `VerifyPolicy.best`. Rows are shared from `MARGIN` more on, and until it is no more."""
-        common = {length: rate for length, rate in rates.items() if not length.shared}
-        shared = {length: rate for length, rate in rates.items() if length.shared}
-        if self.forced or not shared or not common:
-            return super().best(rates)
-        margin = 1.0 if self.current.shared else MARGIN
-        return super().best(shared if max(shared.values()) > margin * max(common.values()) else common)
-
     @property
     def trust(self) -> float:
         """What shared rows gain of what levels of requests have one expect."""
         most = MOST_TRUST if self.forced else 1.0
         return min(most, (self.gained + TRUST_TOKENS) / (self.expected + TRUST_TOKENS))
 
+    def best(self, rates: Mapping[Length, float]) -> Length:
+        """The length of the highest rate, or the present one where that is hardly lower. Rows are shared from `MARGIN` more than
+        any common length on, and until it is no more."""
+        common = {length: rate for length, rate in rates.items() if not length.shared}
+        shared = {length: rate for length, rate in rates.items() if length.shared}
+        if not self.forced and shared and common:
+            margin = 1.0 if self.current.shared else MARGIN
+            rates = shared if max(shared.values()) > margin * max(common.values()) else common
+        top = max(rates, key=lambda length: (rates[length], length))
+        return self.current if rates[top] < MARGIN * rates.get(self.current, 0.0) else top
+
+    def choose(
+        self, kinds: Mapping[Kind, int], slots: int, context: float, status: Callable[[Length], Status]
+    ) -> Choice:
+        """The length for the next cycles.
+
+        Args:
+          kinds: running requests of each kind, at least one; the other arguments are those of `next`.
+          status: asked of others only where the best one's program is not compiled. Where none is compiled or about to be, the best
+            length is chosen.
+        """
+        costs = self.costs(slots, context)
+        rates = self.rates(kinds, costs, slots)
+        wanted = self.best(rates)
+        found = {wanted: status(wanted)}
+        if found[wanted] == "compiled":
+            self.current = wanted
+            return Choice(wanted, wanted)
+        found |= {length: status(length) for length in rates if length != wanted}
+        able = {length: rate for length, rate in rates.items() if found[length] == "compiled"}
+        able = able or {length: rate for length, rate in rates.items() if found[length] == "pending"}
+        self.current = self.best(able) if able else wanted
+        loss = costs[self.current] * max(0.0, 1 - rates[self.current] / rates[wanted])
+        return Choice(self.current, wanted, loss / 1e3)
+
+    def first(self, kind: Kind, slots: int, context: float) -> Length:
+        """See `VerifyPolicy.first`."""
+        self.running = {}
+        return self.best(self.rates({kind: 1}, self.costs(slots, context), slots))
+
     def next(
         self, running: Mapping[int, Kind], slots: int, context: float, cycles: int, status: Callable[[Length], Status]
     ) -> Decision:
         """See `VerifyPolicy.next`."""
-        self.running = running
-        return super().next(running, slots, context, cycles, status)
+        self.running, kinds = running, Counter(running.values())
+        choice = self.choose(kinds, slots, context, status)
+        cycles = self.patience(kinds, cycles)
+        worth = self.worth_compiling((slots, choice.wanted), choice.loss_s * cycles)
+        return Decision(choice.length, cycles, choice.wanted if worth else None)
 
     def patience(self, kinds: Mapping[Kind, int], cycles: int) -> int:
-        """See `VerifyPolicy.patience`: few where most of several requests are new."""
+        """Cycles until the next look, of `cycles` at most: few where little is known about the running requests, or most of several
+        are new."""
         known = sum(acceptance.known(self.running) for acceptance in self.requests.values())
         thin = any(self.requests[kind].evidence < FIRST_CYCLES for kind in kinds)
         thin |= 2 * known < len(self.running) > 1
         return min(cycles, FIRST_CYCLES) if thin and self.current.tokens > 1 else cycles
 
+    def fewer_slots_pay(self, slots: int, fewer: int, context: float, cycles: int) -> bool:
+        """See `VerifyPolicy.fewer_slots_pay`."""
+        saved = self.cycle_ms(slots, self.current, context) - self.cycle_ms(fewer, self.current, context)
+        return self.worth_compiling((slots, fewer, self.current), saved / 1e3 * cycles)
+
+    def worth_compiling(self, key: object, seconds: float) -> bool:
+        """Adds time lost for want of the program `key`, and tells once when that has become too much."""
+        before = self.missed.get(key, 0.0)
+        self.missed[key] = before + seconds
+        return before < WORTH_COMPILING_S <= self.missed[key]
+
     def look(self, verified: Length, served: Sequence[Served], emitted: Emitted) -> None:
         """See `VerifyPolicy.look`."""
+        super().look(verified, served, emitted)
         counts, accepted = np.asarray(emitted.counts), np.asarray(emitted.accepted)
-        ran = counts.any(axis=1)
-        cycles, slots = int(np.count_nonzero(ran)), [one.slot for one in served]
-        self.cycles[verified] += cycles
-        live, stood = counts[ran][:, slots] > 0, accepted[ran][:, slots]
+        ran, slots = counts.any(axis=1), [one.slot for one in served]
+        cycles, live, stood = int(np.count_nonzero(ran)), counts[ran][:, slots] > 0, accepted[ran][:, slots]
         lengths, chances = np.full(stood.shape, verified.tokens), None
         if emitted.odds is not None:
             lengths = np.asarray(emitted.lengths)[ran][:, slots]

@@ -15,8 +15,8 @@ from dflash_jax.decoding.accept import imposed_chance
 from dflash_jax.decoding.state import Emitted
 from dflash_jax.engine.acceptance_estimate import RIDGE, SHRINKAGE, AcceptanceEstimate
 from dflash_jax.engine.cycle_costs import CycleCost, cycle_cost
-from dflash_jax.engine.verify_per_request import PerRequestPolicy, best_gains, judged
-from dflash_jax.engine.verify_policy import Choice, Kind, Length, Served
+from dflash_jax.engine.verify_auto import AutoPolicy, Choice, best_gains, judged
+from dflash_jax.engine.verify_policy import Kind, Length, Served
 from dflash_jax.models import family_named
 from dflash_jax.models.dflash import DFlash
 from dflash_jax.models.presets import DRAFTERS, TARGETS
@@ -109,7 +109,7 @@ class World:
       knows: False for a drafter that is as sure of all of them.
     """
 
-    def __init__(self, policy: PerRequestPolicy, chances: np.ndarray, *, slots: int | None = None, knows: bool = True):
+    def __init__(self, policy: AutoPolicy, chances: np.ndarray, *, slots: int | None = None, knows: bool = True):
         self.policy, self.chances, self.rng = policy, chances, np.random.default_rng(2)
         self.slots, self.first = slots or len(chances), 0
         self.odds = (np.log(chances / (1 - chances)) if knows else np.full(len(chances), 1.0))[:, None] * np.ones(15)
@@ -158,7 +158,7 @@ MIXED = np.where(np.arange(32) % 2, 0.97, 0.05)
 def test_equal_requests_and_one_alone_never_share(mean, count) -> None:
     """Of all that run are the same length is verified; what that is, and how soon it is found, is as it was before requests were
     told apart."""
-    world = World(PerRequestPolicy(16, Rows()), np.full(count, imposed_chance(mean, 15)))
+    world = World(AutoPolicy(16, Rows()), np.full(count, imposed_chance(mean, 15)))
     world.run(10)
     assert world.run(60) > 0.96 * world.best_common()
     assert not any(length.shared for length in world.chosen)
@@ -167,7 +167,7 @@ def test_equal_requests_and_one_alone_never_share(mean, count) -> None:
 def test_good_requests_pay_for_rows_that_bad_ones_do_not_get() -> None:
     """Half of 32 requests have proposals that stand, half have none: some rows for each slot on average beat the whole block and
     any length for all. Others who come after them and are all alike share nothing."""
-    world = World(PerRequestPolicy(16, Rows()), MIXED)
+    world = World(AutoPolicy(16, Rows()), MIXED)
     world.run(10)
     assert world.run(40) > 1.1 * world.best_common()
     assert all(length.shared for length in world.chosen[5:])
@@ -180,7 +180,7 @@ def test_good_requests_pay_for_rows_that_bad_ones_do_not_get() -> None:
 
 def test_slots_that_stand_empty_leave_their_rows() -> None:
     """Few requests of equal ones, in many slots, share what all slots have."""
-    world = World(PerRequestPolicy(16, Rows()), np.full(4, 0.9), slots=32)
+    world = World(AutoPolicy(16, Rows()), np.full(4, 0.9), slots=32)
     world.run(10)
     assert world.run(20) > 1.1 * world.best_common()
     assert world.chosen[-1] == Length(4, shared=True)
@@ -188,7 +188,7 @@ def test_slots_that_stand_empty_leave_their_rows() -> None:
 
 def test_a_drafter_that_cannot_tell_is_not_trusted() -> None:
     """Its rows go to whom they do not help. It is tried for a while, and lengths are common ones again."""
-    world = World(PerRequestPolicy(16, Rows()), MIXED, knows=False)
+    world = World(AutoPolicy(16, Rows()), MIXED, knows=False)
     world.run(40)
     assert any(length.shared for length in world.chosen)
     assert not any(length.shared for length in world.chosen[-10:])
@@ -197,7 +197,7 @@ def test_a_drafter_that_cannot_tell_is_not_trusted() -> None:
 
 def test_whoever_insists_has_rows_shared() -> None:
     """Lengths between the pending token and the whole block are means; equal requests have no others."""
-    policy = PerRequestPolicy(16, Rows(), "per_request")
+    policy = AutoPolicy(16, Rows(), "per_request")
     assert [length.tokens for length in policy.candidates(32, 100.0)] == [1, 2, 3, 4, 6, 8, 12, 16]
     assert [length for length in policy.candidates(32, 100.0) if not length.shared] == [Length(1), Length(16)]
     world = World(policy, np.full(32, 0.8))
@@ -206,7 +206,7 @@ def test_whoever_insists_has_rows_shared() -> None:
 
 
 def test_drafting_is_given_up_and_tried_again() -> None:
-    world = World(PerRequestPolicy(16, Rows()), np.full(32, 0.02))
+    world = World(AutoPolicy(16, Rows()), np.full(32, 0.02))
     world.run(200)
     rested = world.policy.cycles[Length(1)]
     assert rested > 0.8 * sum(world.policy.cycles.values())
@@ -217,7 +217,7 @@ def test_drafting_is_given_up_and_tried_again() -> None:
 
 def test_requests_that_stay_long_are_not_the_typical_ones() -> None:
     """Those whose proposals fall run alone in the end. Who comes next is reckoned to be like all that came, and drafts at once."""
-    policy = PerRequestPolicy(16, Rows())
+    policy = AutoPolicy(16, Rows())
     World(policy, MIXED).run(3)
     tail = World(policy, MIXED[::2])
     tail.first = 200
@@ -246,7 +246,7 @@ def by_turns(*lengths: Length):
     """One of these in each call, whatever they cost."""
     each = itertools.cycle(lengths)
 
-    def choose(policy: PerRequestPolicy, *_) -> Choice:
+    def choose(policy: AutoPolicy, *_) -> Choice:
         policy.current = next(each)
         return Choice(policy.current, policy.current)
 
@@ -262,8 +262,8 @@ def test_texts_stay_the_same_where_rows_are_shared_now_and_then(make_pair, make_
     each = [SamplingParams(max_tokens=30 + 5 * i, seed=i, temperature=temperature) for i in range(6)]
     plain = pair.run(prompts, each, draft=False)[0]
     lengths = Length(8), Length(3, shared=True), Length(4), Length(1), Length(2, shared=True)
-    monkeypatch.setattr(PerRequestPolicy, "choose", by_turns(*lengths))
-    monkeypatch.setattr(PerRequestPolicy, "shares", lambda policy, slots: True)
+    monkeypatch.setattr(AutoPolicy, "choose", by_turns(*lengths))
+    monkeypatch.setattr(AutoPolicy, "shares", lambda policy, slots: True)
     pair.engine.verify_length = "auto"
     assert pair.run(prompts, each)[0] == plain
     assert pair.engine.verify_policy.cycles.keys() == set(lengths)
@@ -294,8 +294,8 @@ def test_texts_are_the_targets_own_and_rows_go_where_they_are_worth_it(make_pair
 
     monkeypatch.setattr(cycle, "draft_block", remember)
     monkeypatch.setattr(DFlash, "logits", known)
-    monkeypatch.setattr(PerRequestPolicy, "choose", by_turns(Length(3, shared=True)))
-    monkeypatch.setattr(PerRequestPolicy, "shares", lambda policy, slots: True)
+    monkeypatch.setattr(AutoPolicy, "choose", by_turns(Length(3, shared=True)))
+    monkeypatch.setattr(AutoPolicy, "shares", lambda policy, slots: True)
     pair.engine.verify_length = "per_request"
     drafted, counts, _ = pair.run(prompts, each)
     assert drafted == plain
@@ -311,7 +311,7 @@ def test_few_slots_do_not_share() -> None:
     pair = [(TARGETS["Qwen3-4B"], family_named("qwen3")), (DRAFTERS["Qwen3-4B-DFlash-b16"], family_named("dflash"))]
     with on("NVIDIA H100 80GB HBM3"):
         weights = weight_shapes(pair, jnp.dtype(jnp.bfloat16))
-    policy = PerRequestPolicy(16, cycle_cost(pair[0][0], pair[1][0], weights))
+    policy = AutoPolicy(16, cycle_cost(pair[0][0], pair[1][0], weights))
     assert [policy.shares(slots) for slots in (1, 8, 16, 64)] == [False, False, True, True]
     assert not any(length.shared for length in policy.candidates(8, 100.0))
     assert [length.tokens for length in policy.candidates(64, 100.0) if length.shared] == [4, 6, 8]
