@@ -418,7 +418,10 @@ class Resources:
         if self._lengths is None or self._lengths.option != self.verify_length:
             offered, option = self.draft.num_drafts + 1, self.verify_length
             if isinstance(option, str):
-                self._lengths = AutoPolicy(offered, self._cycle_cost(self.draft), option)
+                cost = self._cycle_cost(self.draft)
+                # Where sharing was measured: dense layers with attention, on one GPU.
+                dense = cost.target.experts == 0.0 and cost.target.state == 0.0
+                self._lengths = AutoPolicy(offered, cost, option, sharing=dense and self.tp == 1)
             else:
                 self._lengths = VerifyPolicy(offered, option)
         return self._lengths

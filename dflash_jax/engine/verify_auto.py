@@ -53,12 +53,17 @@ class AutoPolicy(VerifyPolicy):
 
     Args:
       cost: milliseconds of a cycle.
-      option: "auto" chooses among common lengths and shared rows, and has rows shared only where that promises `MARGIN` more than
-        any common length; "per_request" always has them shared where neither the whole block nor plain decoding is better.
+      option: "auto" chooses among common lengths and shared rows, and has rows shared only where all requests are greedy and that
+        promises `MARGIN` more than any common length; "per_request" always has them shared where neither the whole block nor plain
+        decoding is better.
+      sharing: whether "auto" may have rows shared.
     """
 
-    def __init__(self, offered: int, cost: CycleCost, option: Literal["auto", "per_request"] = "auto"):
+    def __init__(
+        self, offered: int, cost: CycleCost, option: Literal["auto", "per_request"] = "auto", *, sharing: bool = True
+    ):
         super().__init__(offered, option)
+        self.sharing = sharing or option == "per_request"
         self.cost, self.forced, self.whole = cost, option == "per_request", Length(offered)
         self.estimate = self.learnt = AcceptanceEstimate(offered - 1)
         self.requests: dict[Kind, RequestAcceptance] = {
@@ -76,6 +81,8 @@ class AutoPolicy(VerifyPolicy):
 
     def shares(self, slots: int) -> bool:
         """See `VerifyPolicy.shares`: whether shared rows save time at all."""
+        if not self.sharing:
+            return False
         if slots not in self._shares:
             least = min((self.cycle_ms(slots, length, 0.0) for length in self._shared()), default=math.inf)
             self._shares[slots] = MARGIN * least < self.cycle_ms(slots, self.whole, 0.0)
@@ -162,6 +169,9 @@ class AutoPolicy(VerifyPolicy):
             length is chosen.
         """
         costs = self.costs(slots, context)
+        if not self.forced and kinds.keys() != {"greedy"}:
+            # Whoever samples needs all logits of all slots, a table that takes longer to make from shared rows.
+            costs = {length: spent for length, spent in costs.items() if not length.shared}
         rates = self.rates(kinds, costs, slots)
         wanted = self.best(rates)
         found = {wanted: status(wanted)}

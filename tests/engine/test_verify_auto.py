@@ -195,6 +195,19 @@ def test_a_drafter_that_cannot_tell_is_not_trusted() -> None:
     assert world.run(40) > 0.96 * world.best_common()
 
 
+def test_rows_are_not_shared_where_that_was_not_measured() -> None:
+    """Beside a request that samples, and where the engine says so."""
+    world = World(AutoPolicy(16, Rows()), MIXED)
+    world.run(20)
+    assert world.chosen[-1].shared
+    beside: dict[int, Kind] = {**dict.fromkeys(range(31), "greedy"), 99: "sampled"}
+    assert not world.policy.next(beside, 32, 100.0, 32, compiled).length.shared
+    never = World(AutoPolicy(16, Rows(), sharing=False), MIXED)
+    assert never.run(20) > 0.9 * never.best_common()
+    assert not any(length.shared for length in (*never.chosen, *never.policy.candidates(32, 100.0)))
+    assert AutoPolicy(16, Rows(), "per_request", sharing=False).shares(32)
+
+
 def test_whoever_insists_has_rows_shared() -> None:
     """Lengths between the pending token and the whole block are means; equal requests have no others."""
     policy = AutoPolicy(16, Rows(), "per_request")
