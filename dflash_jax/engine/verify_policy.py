@@ -76,13 +76,14 @@ class VerifyPolicy:
         self.current = Length(min(option, offered) if isinstance(option, int) else offered)
         self.cycles = Counter[Length]()
 
-    def candidates(self, slots: int, context: float) -> tuple[Length, ...]:
+    def candidates(self, slots: int, context: float, kind: Kind = "greedy") -> tuple[Length, ...]:
         """Lengths worth having programs for, in ascending order.
 
         Args:
           context: mean tokens of a sequence.
+          kind: "sampled" where some requests may sample.
         """
-        del slots, context
+        del slots, context, kind
         return (self.current,)
 
     def shares(self, slots: int) -> bool:
