@@ -75,9 +75,9 @@ class AutoPolicy(VerifyPolicy):
         self.missed: dict[object, float] = {}
         self._shares: dict[int, bool] = {}
 
-    def candidates(self, slots: int, context: float) -> tuple[Length, ...]:
+    def candidates(self, slots: int, context: float, kind: Kind = "greedy") -> tuple[Length, ...]:
         """See `VerifyPolicy.candidates`: lengths that save time, and the whole block."""
-        return tuple(sorted(self.costs(slots, context)))
+        return tuple(sorted(self.costs(slots, context, [kind])))
 
     def shares(self, slots: int) -> bool:
         """See `VerifyPolicy.shares`: whether shared rows save time at all."""
@@ -100,10 +100,13 @@ class AutoPolicy(VerifyPolicy):
             means &= {self.offered // 2, 3 * self.offered // 8, self.offered // 4}
         return [Length(mean, shared=True) for mean in sorted(means, reverse=True)]
 
-    def costs(self, slots: int, context: float) -> dict[Length, float]:
+    def costs(self, slots: int, context: float, kinds: Iterable[Kind] = ("greedy",)) -> dict[Length, float]:
         """Milliseconds of a cycle of each candidate: all of the block, half of it, a quarter and one token, of each slot, and means
         over slots."""
         shared = self._shared() if self.shares(slots) else []
+        if not self.forced and "sampled" in kinds:
+            # All logits of all slots are needed: a table that takes longer to make from shared rows.
+            shared = []
         if self.forced and shared:
             return self._saving(slots, context, [*shared, Length(1)])
         common = sorted({self.offered // 2, self.offered // 4, 1} - {0, self.offered}, reverse=True)
@@ -168,10 +171,7 @@ class AutoPolicy(VerifyPolicy):
           status: asked of others only where the best one's program is not compiled. Where none is compiled or about to be, the best
             length is chosen.
         """
-        costs = self.costs(slots, context)
-        if not self.forced and kinds.keys() != {"greedy"}:
-            # Whoever samples needs all logits of all slots, a table that takes longer to make from shared rows.
-            costs = {length: spent for length, spent in costs.items() if not length.shared}
+        costs = self.costs(slots, context, kinds)
         rates = self.rates(kinds, costs, slots)
         wanted = self.best(rates)
         found = {wanted: status(wanted)}
@@ -188,7 +188,7 @@ class AutoPolicy(VerifyPolicy):
     def first(self, kind: Kind, slots: int, context: float) -> Length:
         """See `VerifyPolicy.first`."""
         self.running = {}
-        return self.best(self.rates({kind: 1}, self.costs(slots, context), slots))
+        return self.best(self.rates({kind: 1}, self.costs(slots, context, [kind]), slots))
 
     def next(
         self, running: Mapping[int, Kind], slots: int, context: float, cycles: int, status: Callable[[Length], Status]
