@@ -449,11 +449,10 @@ class Resources:
 
     def verify_lengths(self, setup: Setup, slots: int) -> tuple[Length, ...]:
         """Verified lengths that may be chosen with so many slots."""
-        return (
-            (Length(setup.offered),)
-            if setup.draft is None
-            else self.verify_policy.candidates(slots, self.max_model_len / 2)
-        )
+        if setup.draft is None:
+            return (Length(setup.offered),)
+        kind = "greedy" if setup.greedy else "sampled"
+        return self.verify_policy.candidates(slots, self.max_model_len / 2, kind)
 
     def program_status(self, name: tuple, arguments: Callable[[], tuple]) -> Status:
         """Whether a program is compiled.

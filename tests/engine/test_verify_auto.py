@@ -202,6 +202,7 @@ def test_rows_are_not_shared_where_that_was_not_measured() -> None:
     assert world.chosen[-1].shared
     beside: dict[int, Kind] = {**dict.fromkeys(range(31), "greedy"), 99: "sampled"}
     assert not world.policy.next(beside, 32, 100.0, 32, compiled).length.shared
+    assert not any(length.shared for length in world.policy.candidates(32, 100.0, "sampled"))
     never = World(AutoPolicy(16, Rows(), sharing=False), MIXED)
     assert never.run(20) > 0.9 * never.best_common()
     assert not any(length.shared for length in (*never.chosen, *never.policy.candidates(32, 100.0)))
