@@ -88,9 +88,9 @@ class Resources:
       query_dtype: "fp8" rounds queries of latent attention too, on scales of `cache_scales`.
       scale_range: what scales aim at that are found on traffic; see `calibrate`.
       draft_cache_dtype: how the drafter's are, None, "fp8" or "fp8_e5m2" with scales of 1.
-      verify_length: tokens that the target verifies in a cycle: "auto" chooses by what cycles cost and how many proposals stand,
-        an integer stays, None is the whole block. A length up to 1 token drafts nothing. "per_request" chooses what slots have on
-        average, and on the device which requests have more of it.
+      verify_length: tokens that the target verifies in a cycle: "auto" chooses by what cycles cost and how many proposals of
+        each request stand, an integer stays, None is the whole block. A length up to 1 token drafts nothing. Where requests share
+        rows, as "per_request" has it wherever that can be, it is settled on the device which of them have more.
       draft_window: see `Setup`.
       exact: whether texts depend on nothing but their requests, bit by bit; see `Setup` and docs/exactness.md. All slots and the
         widest tables always run, prompts in as many pieces as a call has, and nothing but pages of prompts is found again.
