@@ -26,6 +26,8 @@ HALF_LIFE = 96.0
 # Requests that are remembered beside those that run, and how far levels spread before two are known.
 REMEMBERED, FIRST_SPREAD = 64, 1.0
 LEAST_SPREAD, MOST_SPREAD = 1e-3, 9.0
+# Cycles between two fits, at least.
+FIT_CYCLES = 4
 # Steps of a fit, which begins where the last one ended, at most; the one it may end with; and the largest, for data that a line
 # parts, as is how far from one half places may come.
 MOST_STEPS, SMALL_STEP, LARGEST_STEP, MOST_LOG_ODDS = 5, 0.1, 1.5, 7.0
@@ -47,14 +49,14 @@ class RequestAcceptance:
         self.levels = np.zeros(0)
         guess = float(np.log(FIRST_GUESS / (1 - FIRST_GUESS)))
         self.places, self.spread = np.full(drafts, guess), FIRST_SPREAD
-        self._fresh = False
+        self._unfitted = 0
 
     def fade(self, cycles: int) -> None:
         """So many cycles have gone by, whoever ran in them."""
         keep = 0.5 ** (cycles / HALF_LIFE)
         self.tried *= keep
         self.stood *= keep
-        self._fresh = True
+        self._unfitted += cycles
 
     def observe(self, tickets: Sequence[int], tried: Float[np.ndarray, "n g"], stood: Float[np.ndarray, "n g"]) -> None:
         """Takes in how often proposals of requests were judged, and how often they stood."""
@@ -63,7 +65,6 @@ class RequestAcceptance:
         most = max(OWN_EVIDENCE, MOST_EVIDENCE / len(rows))
         keep = np.minimum(1.0, most / np.maximum(tried[:, :1], 1.0))
         self.tried[rows], self.stood[rows] = keep * tried, keep * stood
-        self._fresh = True
 
     @property
     def evidence(self) -> float:
@@ -84,8 +85,10 @@ class RequestAcceptance:
         weights[seen], _ = self._slopes(levels[seen], self.tried[rows[seen]], self.stood[rows[seen]], axis=1)
         # What is not known of a level is as if it were one of two, as far from the likeliest as its law is wide.
         wide = 1 / np.sqrt(weights + 1 / self.spread)
-        nodes = levels[:, None] + np.stack([wide, -wide], axis=1)
-        return np.cumprod(_sigmoid(nodes[:, :, None] + self.places), axis=2).mean(axis=1)
+        low, high = (
+            np.cumprod(_sigmoid(node[:, None] + self.places), axis=1) for node in (levels - wide, levels + wide)
+        )
+        return (low + high) / 2
 
     def _rows_of(self, tickets: Sequence[int]) -> np.ndarray:
         for ticket in tickets:
@@ -105,9 +108,9 @@ class RequestAcceptance:
 
     def _fit(self) -> None:
         """Steps until they are small: one, where little has changed."""
-        if not self._fresh or not self.rows:
+        if self._unfitted < FIT_CYCLES or not self.rows:
             return
-        self._fresh = False
+        self._unfitted = 0
         for _ in range(MOST_STEPS):
             if self._step(len(self.rows)) < SMALL_STEP:
                 break

@@ -71,9 +71,12 @@ class AutoPolicy(VerifyPolicy):
             "sampled": RequestAcceptance(offered - 1),
         }
         self.running: Mapping[int, Kind] = {}
+        # What shared rows were last reckoned to gain in a cycle, of how many requests; and what came of it.
+        self._promised: tuple[int, dict[Length, float]] = 0, {}
         self.gained = self.expected = 0.0
         self.missed: dict[object, float] = {}
         self._shares: dict[int, bool] = {}
+        self._shared = self._means()
 
     def candidates(self, slots: int, context: float, kind: Kind = "greedy") -> tuple[Length, ...]:
         """See `VerifyPolicy.candidates`: lengths that save time, and the whole block."""
@@ -84,11 +87,11 @@ class AutoPolicy(VerifyPolicy):
         if not self.sharing:
             return False
         if slots not in self._shares:
-            least = min((self.cycle_ms(slots, length, 0.0) for length in self._shared()), default=math.inf)
+            least = min((self.cycle_ms(slots, length, 0.0) for length in self._shared), default=math.inf)
             self._shares[slots] = MARGIN * least < self.cycle_ms(slots, self.whole, 0.0)
         return self._shares[slots]
 
-    def _shared(self) -> Sequence[Length]:
+    def _means(self) -> Sequence[Length]:
         """Halves, and what lies between each two of them: costs climb in steps of tiles, and one of these is near to each. Where
         nobody insists, three programs beside those of common lengths have to do."""
         means, length = set[int](), self.offered
@@ -103,7 +106,7 @@ class AutoPolicy(VerifyPolicy):
     def costs(self, slots: int, context: float, kinds: Iterable[Kind] = ("greedy",)) -> dict[Length, float]:
         """Milliseconds of a cycle of each candidate: all of the block, half of it, a quarter and one token, of each slot, and means
         over slots."""
-        shared = self._shared() if self.shares(slots) else []
+        shared = self._shared if self.shares(slots) else []
         if not self.forced and "sampled" in kinds:
             # All logits of all slots are needed: a table that takes longer to make from shared rows.
             shared = []
@@ -135,14 +138,19 @@ class AutoPolicy(VerifyPolicy):
             each.append(self.requests[kind].survivals((tickets + number * [-1])[:number]))
         survivals = np.concatenate(each)
         count, common = len(survivals), np.concatenate([[0.0], np.cumsum(survivals.sum(axis=0))])
-        best = best_gains(survivals)
+        best = best_gains(survivals) if any(length.shared for length in costs) else np.zeros(1)
 
         def gained(length: Length) -> float:
             if not length.shared:
                 return float(common[length.tokens - 1])
-            return self.trust * float(best[np.clip(slots * length.tokens - count, 0, len(best) - 1)])
+            return float(best[min(max(slots * length.tokens - count, 0), len(best) - 1)])
 
-        return {length: (count + gained(length)) / spent for length, spent in costs.items()}
+        gains, trust = {length: gained(length) for length in costs}, self.trust
+        self._promised = count, {length: gain for length, gain in gains.items() if length.shared}
+        return {
+            length: (count + gains[length] * (trust if length.shared else 1.0)) / spent
+            for length, spent in costs.items()
+        }
 
     @property
     def trust(self) -> float:
@@ -229,33 +237,27 @@ class AutoPolicy(VerifyPolicy):
         if emitted.odds is not None:
             lengths = np.asarray(emitted.lengths)[ran][:, slots]
             odds = np.asarray(emitted.odds)[ran][:, slots]
-            self._trusting(verified, served, counts.shape[1], live, stood)
+            self._trusting(verified, live, stood)
             chances = self.learnt.chances(odds)
             self.learnt.observe(odds[live], stood[live], lengths[live], cycles=cycles)
+        there = live.any(axis=0).tolist()
         for kind, acceptance in self.requests.items():
             acceptance.fade(cycles)
-            mine = [i for i, one in enumerate(served) if one.kind == kind and live[:, i].any()]
+            mine = [i for i, one in enumerate(served) if one.kind == kind and there[i]]
             if mine and verified.tokens > 1:
                 law = None if chances is None else chances[:, mine]
                 told = judged(self.offered - 1, live[:, mine], stood[:, mine], lengths[:, mine], law)
                 acceptance.observe([served[i].ticket for i in mine], *told)
 
-    def _trusting(
-        self, verified: Length, served: Sequence[Served], slots: int, live: Bool[np.ndarray, "n r"],
-        stood: Int[np.ndarray, "n r"],
-    ) -> None:  # fmt: skip
+    def _trusting(self, verified: Length, live: Bool[np.ndarray, "n r"], stood: Int[np.ndarray, "n r"]) -> None:
         """Compares what shared rows gained in the cycles in which all were there with what was expected of them."""
+        count, promised = self._promised
         whole = live.all(axis=1)
-        if not whole.any():
+        if live.shape[1] != count or verified not in promised or not whole.any():
             return
-        survivals = np.concatenate([
-            acceptance.survivals([one.ticket for one in served if one.kind == kind])
-            for kind, acceptance in self.requests.items()
-        ])  # fmt: skip
-        best, keep = best_gains(survivals), 0.5 ** (len(live) / TRUST_HALF_LIFE)
-        expected = best[np.clip(slots * verified.tokens - len(served), 0, len(best) - 1)]
+        keep = 0.5 ** (len(live) / TRUST_HALF_LIFE)
         self.gained = keep * self.gained + float(stood[whole].sum())
-        self.expected = keep * self.expected + float(expected) * int(np.count_nonzero(whole))
+        self.expected = keep * self.expected + promised[verified] * int(np.count_nonzero(whole))
 
 
 def judged(

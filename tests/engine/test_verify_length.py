@@ -174,7 +174,7 @@ def test_a_cost_asked_for_again_is_the_same(cost):
 
 def test_a_program_is_compiled_when_its_lack_has_cost_enough(cost):
     lengths = AutoPolicy(OFFERED, cost)
-    saw(lengths, WHOLE, {"greedy": np.zeros(4000, int)}, 1)
+    saw(lengths, WHOLE, {"greedy": np.zeros(4000, int)}, 4)
     choice = lengths.choose({"greedy": 64}, 64, 1024.0, lambda n: "compiled" if n == WHOLE else "missing")
     assert (choice.length, choice.wanted) == (WHOLE, Length(1))
     lost = cost.ms(64, OFFERED, 1024.0) - cost.ms(64, 1, 1024.0)
@@ -198,7 +198,7 @@ def test_next_is_all_that_the_scheduler_asks(cost):
         assert not fixed.fewer_slots_pay(64, 1, 1024.0, 10**9)
     policy = AutoPolicy(OFFERED, cost)
     assert policy.next(greedy(64), 64, 1024.0, 32, all_compiled).cycles == FIRST_CYCLES
-    saw(policy, WHOLE, {"greedy": np.zeros(4000, int)}, 1)
+    saw(policy, WHOLE, {"greedy": np.zeros(4000, int)}, 4)
     choice = policy.choose({"greedy": 64}, 64, 1024.0, first_is_missing)
     calls = int(5.0 / (choice.loss_s * 32)) + 1
     found = [policy.next(greedy(64), 64, 1024.0, 32, first_is_missing) for _ in range(calls + 5)]
@@ -213,7 +213,7 @@ def test_looks_soon_while_little_is_known(cost):
     """Each kind of running requests by itself; where nothing is drafted there is nothing to find out."""
     lengths = AutoPolicy(OFFERED, cost)
     assert [lengths.patience({"greedy": 1}, cycles) for cycles in (3, 32)] == [3, FIRST_CYCLES]
-    saw(lengths, WHOLE, {"greedy": np.zeros(FIRST_CYCLES, int)}, 1)
+    saw(lengths, WHOLE, {"greedy": np.zeros(FIRST_CYCLES, int)}, FIRST_CYCLES)
     assert lengths.patience({"greedy": 1}, 32) == 32
     assert lengths.patience({"greedy": 1, "sampled": 1}, 32) == FIRST_CYCLES
     lengths.current = Length(1)
