@@ -100,7 +100,7 @@ GLM: dict[str, Any] = INDEXED | {
 }  # fmt: skip
 DELTA: dict[str, Any] = COMMON | HEADS | {
     "head_dim": 256, "num_attention_heads": 8, "num_key_value_heads": 2, "attn_output_gate": True, "hidden_act": "silu",
-    "layer_types": ["linear_attention", "linear_attention", "full_attention"], "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
+    "layer_types": [*["linear_attention"] * 2, "full_attention"], "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
     "linear_num_key_heads": 8, "linear_num_value_heads": 16, "linear_value_head_dim": 128,
     "rope_parameters": {"partial_rotary_factor": 0.25, "rope_theta": 1e7, "rope_type": "default"},
 }  # fmt: skip

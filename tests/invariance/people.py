@@ -132,7 +132,10 @@ def differing(form: Form, shapes: Sequence[Shape], *, free: str = "", moves: boo
 
 def _compiled(form: Form, shape: Shape) -> Callable[..., Any]:
     """`form.run` of a shape. Its weights and pages are arguments, as in an engine: XLA would fold them, for minutes."""
-    given = (form.draw(drawn_call(np.random.default_rng(0), shape, form.middle)), *(() if form.kept is None else (form.kept,)))
+    given = (
+        form.draw(drawn_call(np.random.default_rng(0), shape, form.middle)),
+        *(() if form.kept is None else (form.kept,)),
+    )
     traced, found = jax.make_jaxpr(form.run, return_shape=True)(*given)
 
     @partial(jax.jit, compiler_options=form.options or None)

@@ -137,7 +137,9 @@ PLACES = ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)]
 
 
 @pytest.mark.few
-@pytest.mark.parametrize("kind", PAIRS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.several if "devices" in kind else ()) for kind in PAIRS]
+)
 @pytest.mark.parametrize("place", PLACES)
 def test_small_pairs(place: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafted, plain, alone, in batches of up to eight, again with the prompts' pages, and with pages for fewer."""
