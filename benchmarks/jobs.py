@@ -155,7 +155,7 @@ def job(name: str, out: Path, commit: str | None, processes: int) -> Job:
 def _tests(name: str, folder: Path, processes: int) -> Job:
     """A part of the tests that need a GPU, many at a time where pytest-xdist is there; those that use several; or those that need
     a GPU's memory."""
-    words = ["-m", "pytest", "-q", "-p", "tests.outcomes", f"--outcomes={folder / OUTCOMES}"]
+    words = ["-m", "pytest", "-q", f"--outcomes={folder / OUTCOMES}"]
     if name == "tests_large":
         return _job(name, [*words, "-m", "gpu and large"], LARGE_SECONDS)
     several = name == "tests_several"

@@ -133,6 +133,9 @@ if importlib.util.find_spec("beartype") is not None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    from . import outcomes
+
+    outcomes.pytest_addoption(parser)
     parser.addoption("--all-cases", action="store_true", help="the cases that the marker `few` leaves out run too")
     parser.addoption("--part", default="1/1", metavar="I/N", help="every N-th of the tests chosen, from the I-th on")
 
@@ -177,6 +180,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """The CPU, unless the tests asked for need a GPU. Programs are small there and run once or twice: optimising costs more."""
     import jax
 
+    from . import outcomes
+
+    outcomes.pytest_configure(config)
     if not _for_gpu(config):
         os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
         if QUICK_COMPILING not in (flags := os.environ.get("XLA_FLAGS", "")):  # a process of pytest-xdist inherits them

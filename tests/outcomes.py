@@ -1,6 +1,4 @@
-"""A pytest plugin that writes a line for each test as it ends: a run that is ended has told what it found.
-
-    python -m pytest -p tests.outcomes --outcomes=FILE
+"""A line for each test as it ends (`pytest --outcomes=FILE`): a run that is ended has told what it found.
 
 A line is JSON: the test, its outcome ("error" where it failed before it began or after it ended), its seconds with those of its
 fixtures, and of one that failed what pytest says.
