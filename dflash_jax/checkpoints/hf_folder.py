@@ -227,7 +227,10 @@ def _read_file(result: HuggingFaceFolder, name: str, *, by_index: bool = False) 
     if by_index and (Path(name).name != name or "\\" in name or "\0" in name or not name.endswith(".safetensors")):
         problem = f"{INDEX} names {name!r}, expected the plain name of a .safetensors file in the folder; do not trust this source"
     elif not path.exists():
-        problem = _lost(result.folder, name) or f"{name} is missing{f', though {INDEX} names it' if by_index else ''}; fetch it"
+        problem = (
+            _lost(result.folder, name)
+            or f"{name} is missing{f', though {INDEX} names it' if by_index else ''}; fetch it"
+        )
     else:
         problem = _leaves(result.folder, name)
     if problem is None:
