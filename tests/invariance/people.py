@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 PEOPLE = 34  # sequences that there are; more than slots
 MOST = 16  # tokens of a block
@@ -140,7 +141,7 @@ def _compiled(form: Form, shape: Shape) -> Callable[..., Any]:
 
     @partial(jax.jit, compiler_options=form.options or None)
     def run(constants: Sequence[Any], *given: Any) -> Any:
-        flat = jax.core.eval_jaxpr(traced.jaxpr, constants, *jax.tree.leaves(given))
+        flat = jaxpr_as_fun(ClosedJaxpr(traced.jaxpr, constants))(*jax.tree.leaves(given))
         return jax.tree.unflatten(jax.tree.structure(found), flat)
 
     return partial(run, traced.consts)

@@ -161,7 +161,7 @@ def test_what_tests_said_is_told_as_they_end(suite, jobs, tmp_path):
         "def test_e(): import os; os._exit(9)\n"
     )
     (tmp_path / "test_it.py").write_text(text)
-    told = "-p", "outcomes", f"--outcomes={tmp_path / jobs.OUTCOMES}"
+    told = "-p", "conftest", f"--outcomes={tmp_path / jobs.OUTCOMES}"
     subprocess.run(
         [sys.executable, "-m", "pytest", "-q", *told, "test_it.py"], cwd=tmp_path, capture_output=True, check=False,
         env=os.environ | {"PYTHONPATH": str(ROOT / "tests")},
