@@ -100,6 +100,19 @@ def test_kernel(tokens: int, taken: int, count: int, hidden: int, inner: int) ->
     check(call, matrices, taken, launch(**call, taken=taken, gate=GATE, ctas=3, interpret=INTERPRET))
 
 
+@pytest.mark.few("several")
+@pytest.mark.parametrize(
+    ("taken", "count", "hidden", "inner", "ctas"),
+    [(1, 2, 64, 64, 3), (3, 4, 192, 384, 5), (5, 6, 128, 64, 4), (4, 4, 320, 320, 7), (8, 9, 128, 192, 6)],
+    ids=["one", "several", "more than warps", "five consumers", "eight"],
+)
+def test_one_token(taken: int, count: int, hidden: int, inner: int, ctas: int) -> None:
+    """Its choices are groups: fewer items than CTAs and more, the same number of each CTA and not."""
+    call, matrices = make(1, count, hidden, inner)
+    assert plan(1, taken, count, hidden, inner, ctas, GATE).alone
+    check(call, matrices, taken, launch(**call, taken=taken, gate=GATE, ctas=ctas, interpret=INTERPRET))
+
+
 def shapes(tokens: int, count: int, hidden: int, inner: int) -> dict[str, Any]:
     """Of a call."""
     shaped = jax.ShapeDtypeStruct

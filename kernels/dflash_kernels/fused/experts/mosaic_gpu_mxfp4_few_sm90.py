@@ -54,13 +54,13 @@ def launch(
 
     body.__name__ = "_".join(("mxfp4_experts_few", *stages))  # what profilers show
     return kernel(
-        body, out_type=outs, scratch_types=_scratch(plan, dtype), grid=(plan.ctas,), grid_names=("cta",),
+        body, out_type=outs, scratch_types=scratch(plan, dtype), grid=(plan.ctas,), grid_names=("cta",),
         num_threads=plan.consumers + 2, thread_name="wg", compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
     )  # fmt: skip
 
 
-def _scratch(plan: Mxfp4Plan, dtype: Any) -> dict[str, Any]:
+def scratch(plan: Mxfp4Plan, dtype: Any) -> dict[str, Any]:
     """Shared memory and barriers of one CTA; those whose names end in "_in" are arrived at by address."""
     shared, consumers, width = plgpu.SMEM, plan.consumers, max(plan.hidden, plan.inner) // TILE
     return {
@@ -251,7 +251,7 @@ def consume(cta: Cta, warpgroup: Any) -> None:
 
     def of_item(item: Item) -> None:
         pl.when(item.begins)(lambda: plgpu.barrier_wait(cta.buffers["rows_in"].at[rem(item.turn, 2)]))
-        own, slot = _mainloop(cta, warpgroup, item), rem(item.number, KEPT)
+        own, slot = mainloop(cta, warpgroup, item), rem(item.number, KEPT)
         pl.when(item.number >= KEPT)(lambda: plgpu.barrier_wait(added.at[slot]))
         keep(cta.buffers["kept"].at[slot, warpgroup], own)
         arrive_by_warps(cta.places["kept_in"], slot)
@@ -261,7 +261,7 @@ def consume(cta: Cta, warpgroup: Any) -> None:
     Ring(KEPT, None, added).drain(items)
 
 
-def _mainloop(cta: Cta, warpgroup: Any, item: Item) -> Any:
+def mainloop(cta: Cta, warpgroup: Any, item: Item) -> Any:
     """One consumer's tiles of a work item times a group's columns, `[64, columns]` float32."""
     plan, ring, weights, count = cta.plan, cta.ring, cta.buffers["weights"], cta.steps(item.stage)
     rows = cta.buffers["rows"].at[rem(item.turn, 2)]
@@ -309,7 +309,7 @@ def finish(cta: Cta) -> None:
         pl.when(item.begins & (item.group > first) & (ahead < end))(
             lambda: _load(cta, item.stage, ahead, item.turn + 1)
         )
-        slot, kept, bias = rem(item.number, KEPT), cta.buffers["kept"], _bias(cta, item)
+        slot, kept, bias = rem(item.number, KEPT), cta.buffers["kept"], bias_of(cta, item)
         plgpu.barrier_wait(cta.buffers["kept_in"].at[slot])
         product = zeros((TILE, cta.plan.columns))
         for consumer in range(cta.plan.consumers):
@@ -335,7 +335,7 @@ def _load(cta: Cta, stage: str, group: Any, turn: Any) -> None:
     arrive_by_warps(cta.places["rows_in"], place)
 
 
-def _bias(cta: Cta, item: Item) -> Any:
+def bias_of(cta: Cta, item: Item) -> Any:
     """Of a work item's rows: asked for while consumers multiply, not when they have."""
     plan, (expert, _, _), bias = cta.plan, cta.group(item.group), cta.refs[BIASES[item.stage]]
     if item.stage == GATED:

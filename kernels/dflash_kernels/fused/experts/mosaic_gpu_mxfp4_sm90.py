@@ -25,6 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dflash_kernels.core.mxfp4 import PIECE, PIECES, SHIFT, TILE
 from dflash_kernels.fused.experts import mosaic_gpu_mxfp4_few_sm90 as few
+from dflash_kernels.fused.experts import mosaic_gpu_mxfp4_one_sm90 as one
 from dflash_kernels.fused.experts.plan_mxfp4 import Mxfp4Plan
 from dflash_kernels.fused.experts.routing_sm90 import sort_entries
 from dflash_kernels.fused.experts.rows_sm90 import gather_rows, store_out
@@ -63,7 +64,7 @@ def experts(
     given, names = ((entries,), ("entries",)) if weights is None else ((entries, weights), ("entries", "weights"))
     gate_up, gate_up_bias, down, down_bias = matrices
     first, last = ("gate_up", "gate_up_bias"), ("down", "down_bias")
-    made = few.launch if plan.resident else launch
+    made = one.launch if plan.alone else few.launch if plan.resident else launch
     if interpret is None:
         both = made(plan, x.dtype, (GATED, DOWN), ("x", *names, *first, *last, "ready"), (inner, out))
         return both(x, *given, *matrices, ready)[1]
