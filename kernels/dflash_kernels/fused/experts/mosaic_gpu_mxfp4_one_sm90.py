@@ -39,6 +39,10 @@ from dflash_kernels.mosaic_gpu.thread_op import kernel
 from dflash_kernels.mosaic_gpu.tma import address_of, copy_line, gathered
 from dflash_kernels.mosaic_gpu.wgmma import zeros
 
+# Words from a group's count to the next one's: all CTAs look at them again and again, so each has a line of its own.
+APART = 32
+
+
 # Launch
 
 
@@ -156,7 +160,7 @@ def produce_rows(cta: OneToken) -> None:
     if GATED in cta.stages:
         load_row(cta.refs["x"], cta.buffers["rows"].at[0], barriers)
     if DOWN in cta.stages:
-        how = {"given": cta.plan.gated_tiles, "taken": cta.of_group(DOWN)}
+        how = {"apart": APART, "given": cta.plan.gated_tiles, "taken": cta.of_group(DOWN)}
         load_rows_announced(
             cta.refs["inner"], cta.buffers["rows"].at[1], cta.refs.get("ready"), cta.own_items(), barriers, **how
         )
@@ -214,7 +218,7 @@ def _epilogue(cta: OneToken, product: Any, bias: Any, item: Item) -> None:
         where = tile * (TILE // 2), item.group, jnp.int32(1)
         store_gated(refs["inner"], product, bias, *where, alpha=plan.gate.alpha, limit=plan.gate.limit)
         if "ready" in refs:
-            announce(refs["ready"], item.group)
+            announce(refs["ready"], item.group * APART)
         return
     bias = bias.astype(jnp.float32) * jnp.where(item.part == 0, 1.0, 0.0)
     product = product * 2.0**SHIFT + lax.broadcast_in_dim(bias, product.shape, [0])

@@ -202,7 +202,7 @@ def _load_row(source: Any, target: Any, barrier: Any) -> None:
 
 
 def load_rows_announced(
-    source: Any, target: Any, ready: Any, owned: list[Any], barriers: Any, *, given: int, taken: int
+    source: Any, target: Any, ready: Any, owned: list[Any], barriers: Any, *, apart: int, given: int, taken: int
 ) -> None:
     """Starts `cp.async` copies of rows of `source` to the target's columns, each once it is announced (`counters`).
 
@@ -212,25 +212,25 @@ def load_rows_announced(
       source, target, barriers: as of `load_row`; row g completes barrier 1 + g.
       ready: counts of what is announced, for each row; None where all of them are there.
       owned: for each row, how many of its `taken` users this CTA has; it waits for no row that it does not use.
-      given: how many announcements make a row.
+      apart: words from a row's count to the next one's; given: how many announcements make a row.
     """
     if interpreting():
         _fill_columns(source, target)
         for row, own in enumerate(owned):
             pl.when(own > 0)(lambda row=row: plgpu.barrier_arrive(barriers.at[1 + row]))
     else:
-        _load_rows_announced(source, target, ready, owned, barriers, given=given, taken=taken)
+        _load_rows_announced(source, target, ready, owned, barriers, apart=apart, given=given, taken=taken)
 
 
 @thread_op(args=(GLOBAL, plgpu.RefType(TILED), GLOBAL, SCALAR, SCALAR))
 def _load_rows_announced(
-    source: Any, target: Any, ready: Any, owned: list[Any], barriers: Any, *, given: int, taken: int
+    source: Any, target: Any, ready: Any, owned: list[Any], barriers: Any, *, apart: int, given: int, taken: int
 ) -> None:
     lane, warp = th.lane_and_warp()
     warps = WARPGROUP // WARP
     for row, own in enumerate(owned):
         with th.branch(th.every(th.compare(warp, "eq", row % warps), th.compare(own, "sgt", 0))):
-            count, leads = th.word_address(ready, th.number(row)), th.compare(lane, "eq", 0)
+            count, leads = th.word_address(ready, th.number(row * apart)), th.compare(lane, "eq", 0)
             with th.branch(leads):
                 th.inline(
                     "{ .reg .pred p; .reg .b32 w; .reg .b64 a; mov.b64 a, $0; again: ld.acquire.gpu.global.u32 w, [a]; "
