@@ -119,5 +119,7 @@ def test_info_takes_what_no_size_depends_on(capsys: pytest.CaptureFixture[str]) 
 
 def test_an_unknown_option_is_named():
     unknown: Any = {"max_batches": 3}
+    with pytest.raises(TypeError, match=r"^plan\(\) got an unexpected keyword argument 'max_batches'"):
+        dj.plan(**unknown)
     with pytest.raises(TypeError, match="unexpected keyword argument 'max_batches'; there are draft, dtype"):
         dj.load(**unknown)

@@ -10,7 +10,7 @@ have as many more of the second.
 # pyright: reportAbstractUsage=false, reportPrivateImportUsage=false
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dflash_kernels.core.mxfp4 import PIECES, SHIFT, TILE
+from dflash_kernels.fused.experts import mosaic_gpu_mxfp4_few_sm90 as few
 from dflash_kernels.fused.experts.mosaic_gpu_mxfp4_few_sm90 import (
     BIASES,
     DOWN,
@@ -27,15 +28,14 @@ from dflash_kernels.fused.experts.mosaic_gpu_mxfp4_few_sm90 import (
     Item,
     bias_of,
     mainloop,
-    scratch,
 )
 from dflash_kernels.fused.experts.plan_mxfp4 import KEPT, Mxfp4Plan
 from dflash_kernels.fused.experts.routing_sm90 import sort_entries
-from dflash_kernels.fused.experts.rows_sm90 import load_row, load_rows_announced, store_column, touch_tile
+from dflash_kernels.fused.experts.rows_sm90 import store_column, touch_tile
+from dflash_kernels.mosaic_gpu.announced_rows import load_row, load_rows_announced
 from dflash_kernels.mosaic_gpu.counters import announce
 from dflash_kernels.mosaic_gpu.mxfp4 import add_kept, keep, store_gated
 from dflash_kernels.mosaic_gpu.pipeline import Ring, arrive_by_warps, div, rem
-from dflash_kernels.mosaic_gpu.thread_op import kernel
 from dflash_kernels.mosaic_gpu.tma import address_of, copy_line, gathered
 from dflash_kernels.mosaic_gpu.wgmma import zeros
 
@@ -46,28 +46,19 @@ APART = 32
 # Launch
 
 
-def launch(
-    plan: Mxfp4Plan,
-    dtype: Any,
-    stages: tuple[str, ...],
-    names: tuple[str, ...],
-    outs: tuple[Any, ...],
-    interpret: Any = None,
-) -> Callable[..., Any]:
-    """See `mosaic_gpu_mxfp4_sm90`."""
-    results = [{GATED: "inner", DOWN: "out"}[stage] for stage in stages]
+def program(plan: Mxfp4Plan) -> Callable[..., None]:
+    """The CTA program, as `stages.launch` takes it."""
 
-    def body(*refs: Any, **buffers: Any) -> None:
+    def body(stages: Sequence[str], refs: Mapping[str, Any], buffers: Mapping[str, Any]) -> None:
         places = {name: address_of(one) for name, one in buffers.items() if name.endswith("_in")}
-        named = dict(zip((*names, *results), refs, strict=True))
-        run(OneToken(plan, stages, named, buffers, places, lax.axis_index("cta")))
+        run(OneToken(plan, stages, refs, buffers, places, lax.axis_index("cta")))
 
-    body.__name__ = "_".join(("mxfp4_experts_one", *stages))  # what profilers show
-    buffers = scratch(plan, dtype) | {"rows_in": plgpu.Barrier(num_barriers=1 + plan.top_k)}
-    return kernel(
-        body, out_type=outs, scratch_types=buffers, grid=(plan.ctas,), grid_names=("cta",), num_threads=plan.consumers + 3,
-        thread_name="wg", compiler_params=plgpu.CompilerParams(approx_math=True), interpret=interpret,
-    )  # fmt: skip
+    return body
+
+
+def scratch(plan: Mxfp4Plan, dtype: Any) -> dict[str, Any]:
+    """That of a few tokens, with a barrier for the token's row and one for each choice's."""
+    return few.scratch(plan, dtype) | {"rows_in": plgpu.Barrier(num_barriers=1 + plan.top_k)}
 
 
 # CTA program
@@ -162,7 +153,7 @@ def produce_rows(cta: OneToken) -> None:
     if DOWN in cta.stages:
         how = {"apart": APART, "given": cta.plan.gated_tiles, "taken": cta.of_group(DOWN)}
         load_rows_announced(
-            cta.refs["inner"], cta.buffers["rows"].at[1], cta.refs.get("ready"), cta.own_items(), barriers, **how
+            cta.refs["inner"], cta.buffers["rows"].at[1], cta.refs["ready"], cta.own_items(), barriers, **how
         )
 
 
@@ -217,8 +208,7 @@ def _epilogue(cta: OneToken, product: Any, bias: Any, item: Item) -> None:
     if item.stage == GATED:
         where = tile * (TILE // 2), item.group, jnp.int32(1)
         store_gated(refs["inner"], product, bias, *where, alpha=plan.gate.alpha, limit=plan.gate.limit)
-        if "ready" in refs:
-            announce(refs["ready"], item.group * APART)
+        announce(refs["ready"], item.group * APART)
         return
     bias = bias.astype(jnp.float32) * jnp.where(item.part == 0, 1.0, 0.0)
     product = product * 2.0**SHIFT + lax.broadcast_in_dim(bias, product.shape, [0])

@@ -98,7 +98,8 @@ def plan(
     rows = 2 * max(hidden, inner) * columns * 2
     resident = columns == 8 and rows <= MOST_RESIDENT
     unit = next(u for u in UNITS if all(size % (consumers * u) == 0 for size in units)) if resident else 1
-    parts = _parts(tokens, top_k, experts, units, consumers * unit, ctas)
+    alone = resident and tokens == 1 and top_k <= columns and chooses
+    parts = 1 if alone else _parts(tokens, top_k, experts, units, consumers * unit, ctas)
     x_stage = consumers * TILE * 2 * columns
     x_stages = max(X_SHARED // x_stage, 3) if columns > 8 else 8
     tables, kept = tables_size(entries, experts, columns), consumers * TILE * columns * 4
@@ -106,7 +107,7 @@ def plan(
     stages = min((SHARED - tables - held) // (consumers * unit * TILE_BYTES), 16)
     return Mxfp4Plan(
         tokens, top_k, experts, hidden, inner, columns, TILE // 2, stages, x_stages, ctas, CHOICE if chooses else None, gate,
-        consumers, parts, resident, unit, resident and tokens == 1 and top_k <= columns and chooses,
+        consumers, parts, resident, unit, alone,
     )  # fmt: skip
 
 
