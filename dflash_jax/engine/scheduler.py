@@ -174,6 +174,9 @@ class InFlight:
         self._tokens = 0  # of prompts, behind the last of the items
         # Seconds of a cycle at least, of a token of a prompt, and of the host for a call.
         self._pace = self._prompt_pace = self._busy = 0.0
+        self._rate = (
+            0.0  # a cycle's time by that of its call, over the last calls: one alone may have waited for Python
+        )
 
     @property
     def calls(self) -> list[DecodeCall]:
@@ -182,7 +185,7 @@ class InFlight:
     @property
     def long(self) -> bool:
         """Whether a cycle takes the device far longer than its call the host."""
-        return self._pace > LONG_CYCLE * self._busy
+        return self._rate > LONG_CYCLE
 
     @property
     def full(self) -> bool:
@@ -195,9 +198,9 @@ class InFlight:
     @property
     def _least(self) -> int:
         """Cycles of a call behind which the next one comes in time; not more than streams have."""
-        if self.long or not self._pace:
+        if self.long or not self._rate:
             return 1
-        return min(CYCLES_PER_CHUNK, math.ceil(HOST_CALLS * self._busy / self._pace))
+        return min(CYCLES_PER_CHUNK, math.ceil(HOST_CALLS / self._rate))
 
     def compute(self, tokens: int) -> None:
         """Counts tokens of prompts that were started."""
@@ -235,6 +238,8 @@ class InFlight:
         spent = now - began - (compiled - before)
         busy = call.returned - call.started - (compiled - call.compiled)
         self._pace, self._busy = max(0.0, spent - call.tokens * self._prompt_pace) / call.cycles, busy
+        rate = min(self._pace / max(busy, 1e-6), 4 * LONG_CYCLE)
+        self._rate = 0.75 * self._rate + 0.25 * rate if self._rate else rate
         waited, self.held = waited + self.held, 0.0
         if self.long and self.calls:  # the device has enough to do: the host keeps up
             self.few = max(self.few // 2, 1)
