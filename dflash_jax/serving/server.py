@@ -143,6 +143,8 @@ async def _serve(
     finally:
         for task in (begin, watch):
             task.cancel()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)  # uvloop's end leaves them
     if failed:
         raise failed[0]
 
