@@ -86,7 +86,7 @@ def read_folder(path: str | Path) -> HuggingFaceFolder:
         )
     result.config = _read_config(result)
     for name in SIDECARS[1:]:
-        if (folder / name).exists() and (problem := _leaves(folder, name)):
+        if problem := _leaves(folder, name) if (folder / name).exists() else _lost(folder, name):
             result.problems.append(problem)
     if code := [name for name in names if name.endswith(".py")]:
         result.notices.append(f"Python files are never executed; left alone: {', '.join(code)}")
@@ -121,8 +121,7 @@ def _read_config(result: HuggingFaceFolder) -> dict[str, Any]:
 def _read_json(result: HuggingFaceFolder, name: str) -> dict[str, Any] | None:
     """A JSON object of the folder, or None with the problem recorded."""
     path = result.folder / name
-    # A link that leads nowhere is a file that is missing, wherever it points.
-    problem = _leaves(result.folder, name) if path.is_file() else None
+    problem = _leaves(result.folder, name) if path.is_file() else _lost(result.folder, name)
     if problem is None:
         try:
             return read_object(path)
@@ -141,6 +140,15 @@ def _leaves(folder: Path, name: str) -> str | None:
     if target.parent in permitted:
         return None
     return f"{name} leads out of the folder, to {target}; put the file itself there"
+
+
+def _lost(folder: Path, name: str) -> str | None:
+    """The problem with a link whose file is gone, as in a snapshot of the hub's cache that was copied without its blobs; None for
+    anything else. Left out in silence, a tokenizer or the end tokens would be missing."""
+    path = folder / name
+    if not path.is_symlink() or path.exists():
+        return None
+    return f"{name} is a link to {path.readlink()}, which is not there; copy the files themselves (cp -rL), or fetch it again"
 
 
 def _read_single(result: HuggingFaceFolder, names: list[str]) -> None:
@@ -219,7 +227,10 @@ def _read_file(result: HuggingFaceFolder, name: str, *, by_index: bool = False) 
     if by_index and (Path(name).name != name or "\\" in name or "\0" in name or not name.endswith(".safetensors")):
         problem = f"{INDEX} names {name!r}, expected the plain name of a .safetensors file in the folder; do not trust this source"
     elif not path.exists():
-        problem = f"{name} is missing{f', though {INDEX} names it' if by_index else ''}; fetch it"
+        problem = (
+            _lost(result.folder, name)
+            or f"{name} is missing{f', though {INDEX} names it' if by_index else ''}; fetch it"
+        )
     else:
         problem = _leaves(result.folder, name)
     if problem is None:

@@ -72,9 +72,15 @@ def find_here(source: Any, revision: str | None = None) -> tuple[Path, str | Non
         raise CheckpointError(str(source), "begins with the home of a user whom this machine does not know") from None
     if not subject:
         raise CheckpointError("no model", "an empty name was given; give a folder or a model id of the form owner/name")
-    if folder.exists():
+    try:
+        there = folder.exists()
+    except OSError as error:  # a folder above it is closed, or the name is too long
+        raise CheckpointError(subject, f"cannot be looked for ({error.strerror or error})") from error
+    if there:
         if not folder.is_dir():
             raise CheckpointError(subject, "is a file; give the folder that holds it")
+        if not os.access(folder, os.R_OK | os.X_OK):
+            raise CheckpointError(subject, "cannot be opened (Permission denied); give a folder that you may read")
         if revision is not None:
             raise CheckpointError(subject, f"is a local folder, so revision {revision!r} has no meaning; leave it out")
         if not (folder / "config.json").exists() and (found := sorted(folder.glob("snapshots/*/config.json"))):

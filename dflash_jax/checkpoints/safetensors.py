@@ -140,22 +140,10 @@ def read_header(path: Path) -> dict[str, Tensor]:
     Raises:
       CheckpointError: the file is not a well-formed safetensors file; lists everything that is wrong with it.
     """
-    status = path.stat()
-    if not stat.S_ISREG(status.st_mode):
-        raise CheckpointError(str(path), "is not a regular file; give a folder that holds the files themselves")
-    with path.open("rb") as file:
-        prefix = file.read(8)
-        length = int.from_bytes(prefix, "little")
-        if is_pointer(path):
-            raise CheckpointError(str(path), POINTER)
-        if len(prefix) == 8 and length > MAX_HEADER_BYTES:
-            problem = f"announces a header of {length:,} bytes, at most {MAX_HEADER_BYTES:,} are permitted"
-            raise CheckpointError(str(path), f"{problem}; not a safetensors file")
-        if len(prefix) < 8 or length > status.st_size - 8:
-            wanted = f"a header of {length:,} bytes" if len(prefix) == 8 else "8 bytes of header length"
-            problem = f"is truncated: expected {wanted}, the file has {status.st_size:,} bytes; fetch it again"
-            raise CheckpointError(str(path), problem)
-        raw = file.read(length)
+    try:
+        raw, length, size = _raw_header(path)
+    except OSError as error:
+        raise CheckpointError(str(path), f"cannot be read ({error.strerror or error}); fetch it again") from error
     if not raw.startswith(b"{"):
         problem = f"header must be a JSON object and start with '{{', got {raw[:8]!r}; not a safetensors file"
         raise CheckpointError(str(path), problem)
@@ -176,13 +164,34 @@ def read_header(path: Path) -> dict[str, Tensor]:
         except ValueError as error:
             problems.append(f"tensor {name!r} {error}; {_DAMAGED}")
     if not problems and not newer:
-        problems = [f"{each}; {_DAMAGED}" for each in _tiling_problems(tensors, 8 + length, status.st_size)]
+        problems = [f"{each}; {_DAMAGED}" for each in _tiling_problems(tensors, 8 + length, size)]
     problems = newer + problems
     if problems:
         listed = problems[:_SHOWN]
         more = [f"and {len(problems) - _SHOWN} more like these"] if len(problems) > _SHOWN else []
         raise CheckpointError(str(path), listed + more)
     return tensors
+
+
+def _raw_header(path: Path) -> tuple[bytes, int, int]:
+    """A file's header, its length and that of the file. Raises CheckpointError where it is none, OSError where none can be read."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise CheckpointError(str(path), "is not a regular file; give a folder that holds the files themselves")
+    with path.open("rb") as file:
+        prefix = file.read(8)
+        length = int.from_bytes(prefix, "little")
+        if is_pointer(path):
+            raise CheckpointError(str(path), POINTER)
+        if len(prefix) == 8 and length > MAX_HEADER_BYTES:
+            problem = f"announces a header of {length:,} bytes, at most {MAX_HEADER_BYTES:,} are permitted"
+            raise CheckpointError(str(path), f"{problem}; not a safetensors file")
+        if len(prefix) < 8 or length > status.st_size - 8:
+            wanted = f"a header of {length:,} bytes" if len(prefix) == 8 else "8 bytes of header length"
+            problem = f"is truncated: expected {wanted}, the file has {status.st_size:,} bytes; fetch it again"
+            raise CheckpointError(str(path), problem)
+        raw = file.read(length)
+    return raw, length, status.st_size
 
 
 class _UnknownDtypeError(ValueError):

@@ -55,7 +55,7 @@ def collect(path: str | Path | None = None, *, hashes: bool = False, **options: 
     Raises:
       CheckpointError: a file is not what was recorded.
     """
-    asked = read_options(dict(options), "collect")
+    asked = read_options(dict(options), "plan")
     target, drafter = open_pair(path, asked.draft, revision=asked.revision, draft_revision=asked.draft_revision)
     compared = [one for one in (target, drafter) if hashes and isinstance(one, Converted)]
     for one in compared:

@@ -31,11 +31,14 @@ def read_backend(path: Path) -> tokenizers.Tokenizer:
     Raises:
       TokenizerError: the file cannot be used.
     """
-    if (size := path.stat().st_size) > MAX_JSON_BYTES:
-        raise TokenizerError(
-            f"{path} has {size:,} bytes, at most {MAX_JSON_BYTES:,} are permitted; fetch the file again"
-        )
-    if is_pointer(path):
-        raise TokenizerError(f"{path} {POINTER}")
+    try:
+        if (size := path.stat().st_size) > MAX_JSON_BYTES:
+            raise TokenizerError(
+                f"{path} has {size:,} bytes, at most {MAX_JSON_BYTES:,} are permitted; fetch the file again"
+            )
+        if is_pointer(path):
+            raise TokenizerError(f"{path} {POINTER}")
+    except OSError as error:
+        raise TokenizerError(f"{path} cannot be read ({error.strerror or error}); fetch the file again") from error
     with named_errors(f"{path} is not a tokenizer this version of tokenizers can read"):
         return tokenizers.Tokenizer.from_file(str(path))

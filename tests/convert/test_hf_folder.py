@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+import dflash_jax as dj
 from dflash_jax.checkpoints.huggingface import open_checkpoint
-from dflash_jax.errors import CheckpointError, ConfigError, UnsupportedModelError
+from dflash_jax.errors import CheckpointError, ConfigError, TokenizerError, UnsupportedModelError
+from dflash_jax.text.tokenizer import Tokenizer
 
 INDEX = "model.safetensors.index.json"
 
@@ -66,6 +68,41 @@ def test_links_out_of_the_folder(hf):
     found = problems_of(folder)
     assert "model-00001-of-00002.safetensors leads out of the folder" in found
     assert "tokenizer.json leads out of the folder" in found
+
+
+def test_links_that_lead_nowhere(hf):
+    """As where a snapshot of the hub's cache was copied, or mounted, without its blobs: no file is taken for one that never was."""
+    folder = hf.qwen3()
+    names = ("model.safetensors", "tokenizer.json", "generation_config.json")
+    for name in names:
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(f"../../blobs/{name}")
+    found = problems_of(folder)
+    assert all(f"{name} is a link to ../../blobs/{name}, which is not there" in found for name in names)
+    (folder / "config.json").unlink()
+    (folder / "config.json").symlink_to("nowhere")
+    assert "config.json is a link to nowhere" in problems_of(folder)
+
+
+def test_files_that_may_not_be_read(hf, monkeypatch):
+    """Tests may run as root, who may read everything."""
+    folder, opened = hf.qwen3(), Path.open
+    (folder / "tokenizer.json").write_text("{}")
+
+    def refuse(path, *args, **named):
+        if path.name in ("model.safetensors", "tokenizer.json"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return opened(path, *args, **named)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    assert "model.safetensors: cannot be read (Permission denied)" in problems_of(folder)
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json cannot be read \(Permission denied\)"):
+        Tokenizer.from_folder(folder)
+    monkeypatch.setattr("os.access", lambda *_: False)
+    with pytest.raises(CheckpointError, match=r"cannot be opened \(Permission denied\)"):
+        dj.load(folder)
+    with pytest.raises(CheckpointError, match="cannot be looked for"):
+        dj.load("x" * 5000)
 
 
 def test_links_of_a_hub_cache_are_followed(hf, bits):

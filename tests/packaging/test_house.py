@@ -4,6 +4,8 @@
    packages only `dflash_jax/compile` may patch JAX or rebuild its executables.
 2. No files and no folders import each other in a circle.
 3. No op imports another op's kernel: what kernels share lies in `mosaic_gpu/`, which itself imports nothing but `core/`.
+4. No kernel asks whether Pallas' interpreter runs it: functions of `mosaic_gpu/` have their interpreted form inside. One file plans
+   for it.
 """
 
 import ast
@@ -13,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 KERNELS = ROOT / "kernels" / "dflash_kernels"
 INTERNALS = ("jax._src", "jaxlib.mlir", "jax.experimental.mosaic")
 PATCHES = {"dflash_jax/compile/jax_patches.py"}
+PLANS_FOR_INTERPRETER = {"attention/paged/launch"}  # which has neither clusters nor hints of copies
 KERNEL_FILES = ("mosaic_gpu", "triton")  # what the names of an op's kernel files begin with
 
 
@@ -131,3 +134,32 @@ def test_the_toolkit_knows_no_op():
             assert not [other for other in imported if not inside(other, allowed)], name
         if inside(name, ("dflash_kernels.core",)):
             assert not [other for other in imported if not inside(other, ("dflash_kernels.core",))], name
+
+
+def asks_for_interpreter(source: str) -> bool:
+    """Whether code depends on `interpret`, as a call passes it on, or on `interpreting()`."""
+    tree = ast.parse(source)
+    tests = [node for node in ast.walk(tree) if isinstance(node, ast.Compare | ast.BoolOp)]
+    tests += [node.test for node in ast.walk(tree) if isinstance(node, ast.If | ast.IfExp | ast.While)]
+    named = {name.id for test in tests for name in ast.walk(test) if isinstance(name, ast.Name)}
+    called = {name.id for name in ast.walk(tree) if isinstance(name, ast.Name)}
+    return "interpret" in named or "interpreting" in called
+
+
+def test_the_check_sees_every_way_to_ask_for_the_interpreter():
+    for source in (
+        "if interpret: a()",
+        "b = 1 if interpret is None else 2",
+        "c = not interpreting()",
+        "d = interpret or e",
+    ):
+        assert asks_for_interpreter(source)
+    assert not asks_for_interpreter("def f(interpret=None):\n    return kernel(body, interpret=interpret)")
+
+
+def test_no_kernel_asks_for_the_interpreter():
+    outside = {
+        short(name): path for name, path in modules().items() if not name.startswith("dflash_kernels.mosaic_gpu")
+    }
+    found = {name.replace(".", "/") for name, path in outside.items() if asks_for_interpreter(path.read_text())}
+    assert found == PLANS_FOR_INTERPRETER

@@ -69,6 +69,15 @@ def test_a_stream_is_its_text_in_pieces_and_a_slow_reader_gets_few(model, texts)
     assert_free(model)
 
 
+@pytest.mark.parametrize("cycles", [0, "4", None, 1.5])
+def test_wrong_numbers_of_cycles_are_named(model, cycles):
+    async def read():
+        return [piece async for piece in dj.astream(model, PROMPTS[0], GREEDY, cycles=cycles)]
+
+    with pytest.raises(dj.ParameterError, match="cycles must be an integer of at least 1"):
+        asyncio.run(read())
+
+
 def test_leaving_gives_pages_back(model):
     """By a time limit, by cancelling a task that waits for its slot or runs, by a loop left, by closing the engine."""
 

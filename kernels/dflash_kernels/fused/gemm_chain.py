@@ -14,8 +14,7 @@ multiplies the next product instead of its input.
 
 With weights of one byte (W8A8 by hi/lo decomposition, `mosaic_gpu.hi_lo`) activations are brought as two numbers of one byte each.
 
-Pallas' interpreter cannot make CTAs wait for each other: there every product is a launch of its own, a split-K product's reduction
-another one, and the mailbox is replaced by arrays that these launches share.
+Every product is a stage, between which CTAs wait for one another (`mosaic_gpu.stages`).
 """
 
 # pyright: reportAbstractUsage=false, reportPrivateImportUsage=false
@@ -37,18 +36,12 @@ from dflash_kernels.mosaic_gpu import hi_lo, mailbox, rank_mailbox
 from dflash_kernels.mosaic_gpu.layouts import rows_of, store_transposed, tiled
 from dflash_kernels.mosaic_gpu.pipeline import Ring, div, rem
 from dflash_kernels.mosaic_gpu.softmax import sigmoid
-from dflash_kernels.mosaic_gpu.thread_op import MATRIX, ROW, interpreting, kernel
-from dflash_kernels.mosaic_gpu.tma import address_of, copied, copy_once, copy_rows
+from dflash_kernels.mosaic_gpu.stages import launch as launch_stages
+from dflash_kernels.mosaic_gpu.thread_op import MATRIX, ROW
+from dflash_kernels.mosaic_gpu.tma import address_of, copied, copy_once, copy_rows, prefetch
 
 # The array, or the area of the mailbox, that each product's activations come from.
 SOURCES = {"o": "x", "gate_up": "scaled", "down": "gated", "next": "scaled"}
-
-
-@dataclasses.dataclass(frozen=True)
-class Reduction:
-    """The stage that adds up a product's splits: of a launch of its own, in the interpreter alone."""
-
-    product: Product
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,14 +64,14 @@ class Cta:
     """What the functions of the CTA program share.
 
     Attributes:
-      stages: what this launch runs of `stages_of`, in order.
+      products: what this launch runs of the plan's, in order.
       refs: arrays in global memory; buffers: shared memory and barriers, as `scratch` declares them.
       index: of this CTA in the grid.
       launches: how many launches have used the mailbox before, and area: the word where this launch's area begins.
     """
 
     plan: Plan
-    stages: Sequence[Product | Reduction]
+    products: Sequence[Product]
     refs: Mapping[str, Any]
     buffers: Mapping[str, Any]
     index: Any
@@ -128,13 +121,12 @@ class Cta:
             x_tile = lax.rem(x_tile + self.tile(product), count)
         return self.first_column(product) + x_tile * (COPIES * product.columns)
 
-    def products(self) -> Iterator[tuple[int, Product, Any, Any]]:
-        """Place among the stages, product, and the steps of either ring before it: of weights, of activations."""
+    def in_turn(self) -> Iterator[tuple[Product, Any, Any]]:
+        """Each product and the steps of either ring before it: of weights, of activations."""
         step, x_step = jnp.int32(0), jnp.int32(0)
-        for place, stage in enumerate(self.stages):
-            if isinstance(stage, Product):
-                yield place, stage, step, x_step
-                step, x_step = step + self.k_tiles(stage), x_step + self.x_tiles(stage)
+        for product in self.products:
+            yield product, step, x_step
+            step, x_step = step + self.k_tiles(product), x_step + self.x_tiles(product)
 
     def word(self, name: str, product: Product) -> Any:
         """The mailbox's word where `name` begins; `product` is one that publishes or takes it."""
@@ -183,29 +175,14 @@ def ring_barriers(stages: int, arrivals: int = 1) -> tuple[Any, Any]:
 
 
 def outputs(plan: Plan, dtype: Any) -> dict[str, jax.ShapeDtypeStruct]:
-    """What the products write: `stream` and `projected`; the rest goes through the mailbox, but in the interpreter.
+    """What the launch writes, but for what goes through the mailbox.
 
     A chain without an output projection has no residual stream, and only its end is `projected`.
     """
     widths = {product.name: product.features for product in plan.products}
-    shapes = {
-        "stream": ((plan.hidden, plan.tokens), jnp.float32),
-        "projected": ((plan.live, widths["next"]) if "next" in widths else (1, ROWS), dtype),
-        "partial": ((max(product.splits for product in plan.products), plan.hidden, plan.tokens), jnp.float32),
-        "squares": ((-(-plan.reducers // ROWS) * ROWS, plan.tokens), jnp.float32),
-        "scaled": ((plan.tokens, plan.hidden), dtype),
-        "gated": ((plan.tokens, widths.get("gate_up", 0)), dtype),
-    }  # fmt: skip
-    absent = () if "o" in widths else ("stream", "gated")
-    return {name: jax.ShapeDtypeStruct(*shape) for name, shape in shapes.items() if name not in absent}
-
-
-def stages_of(plan: Plan) -> tuple[Product | Reduction, ...]:
-    """Products and the reductions of those that are split, in order."""
-    split = [
-        (product, Reduction(product)) if product.name in ("o", "down") else (product,) for product in plan.products
-    ]
-    return tuple(stage for stages in split for stage in stages)
+    projected = (plan.live, widths["next"]) if "next" in widths else (1, ROWS)
+    stream = {"stream": jax.ShapeDtypeStruct((plan.hidden, plan.tokens), jnp.float32)} if "o" in widths else {}
+    return stream | {"projected": jax.ShapeDtypeStruct(projected, dtype)}
 
 
 # By which the launch's memory for exchanges with other GPUs is known.
@@ -234,40 +211,22 @@ def rank_place(plan: Plan, product: Product, tile: Any) -> Any:
 
 def launch(
     body: Callable[..., None], name: str, plan: Plan, stages: Sequence[Any], inputs: Mapping[str, Any],
-    mailboxes: Mapping[str, Any], out: Mapping[str, jax.ShapeDtypeStruct], buffers: dict[str, Any], interpret: Any,
+    mailboxes: Mapping[str, Any], dtype: Any, buffers: dict[str, Any], interpret: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """Runs `body(stages, refs, buffers)` on every CTA and returns results by name.
 
     Args:
       name: what profilers show.
-      stages: all of them in one launch, but `Reduction`; in the interpreter one after the other, in launches that share `out`.
-      inputs: arrays and Refs, by the names that `refs` has them under.
-      mailboxes: Refs in place of those of `out` that are not results, but in the interpreter.
-      out: of which `stream` and `projected` are the kernel's results.
+      stages: the products, and what comes before them.
+      inputs: arrays and Refs, by the names that `refs` has them under; mailboxes: Refs, likewise.
+      dtype: of activations.
       buffers: types of shared memory and barriers.
     """
-    options: dict[str, Any] = {
-        "grid": (plan.ctas,), "grid_names": ("cta",), "num_threads": 3, "thread_name": "wg", "scratch_types": buffers,
-        "compiler_params": plgpu.CompilerParams(approx_math=True),
-    }  # fmt: skip
-
-    def of(stages: Sequence[Any], names: Sequence[str]) -> Callable[..., None]:
-        def run(*refs: Any, **held: Any) -> None:
-            body(stages, dict(zip(names, refs, strict=True)), held)
-
-        run.__name__ = name
-        return run
-
-    if interpret is None:
-        results = {name: out[name] for name in ("stream", "projected") if name in out}
-        whole = of([stage for stage in stages if not isinstance(stage, Reduction)], [*inputs, *mailboxes, *results])
-        found = kernel(whole, out_type=tuple(results.values()), **options)(*inputs.values(), *mailboxes.values())
-        return dict(zip(results, found, strict=True))
-    shared = [jax.new_ref(jnp.full(one.shape, jnp.nan, one.dtype)) for one in out.values()]
-    for stage in stages:
-        one = of([stage], [*inputs, *out])
-        kernel(one, out_type=(), interpret=interpret, **options)(*inputs.values(), *shared)
-    return {name: ref[...] for name, ref in zip(out, shared, strict=True)}
+    return launch_stages(
+        body, name, stages, {**inputs, **mailboxes}, outputs(plan, dtype), interpret=interpret, grid=(plan.ctas,),
+        grid_names=("cta",), num_threads=3, thread_name="wg", scratch_types=buffers,
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+    )  # fmt: skip
 
 
 # CTA program
@@ -275,14 +234,15 @@ def launch(
 
 def program(plan: Plan) -> Callable[..., None]:
     """`body` of `launch` for products alone."""
-    return lambda stages, refs, buffers: run(Cta(plan, stages, refs, buffers, lax.axis_index("cta")))
+    return lambda products, refs, buffers: run(Cta(plan, products, refs, buffers, lax.axis_index("cta")))
 
 
 def run(cta: Cta) -> None:
     """Dispatches the warpgroups: consumer, producer of weights, producer of activations."""
     for warpgroup, work in enumerate((consume, produce_weights, produce_activations)):
-        takes_mailbox = not interpreting() and work is not produce_weights
-        task = functools.partial(_in_turn, cta, warpgroup, work) if takes_mailbox else functools.partial(work, cta)
+        task = functools.partial(work, cta)
+        if work is not produce_weights:
+            task = functools.partial(_in_turn, cta, warpgroup, work)
         pl.when(lax.axis_index("wg") == warpgroup)(task)
 
 
@@ -298,33 +258,25 @@ def _in_turn(cta: Cta, warpgroup: int, work: Callable[[Cta], None]) -> None:
 
 
 def produce_weights(cta: Cta) -> None:
-    """Starts the copies of all products' weights, each as soon as its stage is empty; then prefetches the next launch's first ones.
-
-    In the interpreter Pallas' own copies stand for those with an evict-first hint.
-    """
-    ring, once = cta.weights, not interpreting()
-    arrivals = address_of(ring.full) if once else None
-    for _, product, before, _ in cta.products():
+    """Starts the copies of all products' weights, each as soon as its stage is empty; then prefetches what the next launch reads
+    first."""
+    ring = cta.weights
+    arrivals = address_of(ring.full)
+    for product, before, _ in cta.in_turn():
 
         def fill(k_tile: Any, _: None, product: Product = product, before: Any = before) -> None:
             step = before + k_tile
             stage = ring.stage(step)
-            if once:
-                cta.overlap.acquire(step)
+            cta.overlap.acquire(step)
             ring.producer_acquire(step, stage)
-            if once:
-                landed = step - IN_FLIGHT
-                pl.when(landed >= 0)(lambda: ring.consumer_wait(ring.stage(landed)))
+            ring.limit_in_flight(step, IN_FLIGHT)
             weights = cta.refs[product.name]
             for copy, (rows, columns) in enumerate(_weight_tiles(cta, product, k_tile, weights)):
                 target = cta.buffers["w_sm"].at[stage, pl.ds(copy * product.rows, product.rows)]
-                if once:
-                    copy_once(weights, rows, columns, target, arrivals, stage)
-                else:
-                    plgpu.copy_gmem_to_smem(weights.at[rows, columns], target, ring.full.at[stage])
+                copy_once(weights, rows, columns, target, arrivals, stage)
 
         lax.fori_loop(0, cta.k_tiles(product), fill, None)
-    if once and "ahead" in cta.refs:
+    if "ahead" in cta.refs:
         _prefetch(cta, cta.plan.products[0], cta.refs["ahead"])
 
 
@@ -345,7 +297,7 @@ def _prefetch(cta: Cta, product: Product, weights: Any) -> None:
 
     def fetch(k_tile: Any, _: None) -> None:
         for rows, columns in _weight_tiles(cta, product, k_tile, weights):
-            plgpu.async_prefetch(weights.at[rows, columns])
+            prefetch(weights.at[rows, columns])
 
     lax.fori_loop(0, cta.k_tiles(product), fetch, None)
 
@@ -355,11 +307,9 @@ def _prefetch(cta: Cta, product: Product, weights: Any) -> None:
 
 def produce_activations(cta: Cta) -> None:
     """Brings every product's activations: the first one's from memory, the others' as other CTAs publish them."""
-    for place, product, _, before in cta.products():
+    for product, _, before in cta.in_turn():
         name = SOURCES[product.name]
-        if interpreting():
-            (_copy_hi_lo if cta.plan.is_8bit else _copy)(cta, product, before, cta.refs[name])
-        elif place > 0:
+        if product != cta.plan.products[0]:
             _take(cta, product, before, cta.refs["mailbox"], cta.word(name, product), cta.pitch(name))
         elif cta.overlap.first_in_mailbox or cta.plan.is_8bit:
             checks = cta.overlap.first_in_mailbox
@@ -386,19 +336,6 @@ def _copy(cta: Cta, product: Product, before: Any, source: Any) -> None:
     lax.fori_loop(0, count, fill, None)
     copied(0)
     lax.fori_loop(jnp.maximum(count - lag, 0), count, lambda x_tile, _: _fill_done(ring, before + x_tile), None)
-
-
-def _copy_hi_lo(cta: Cta, product: Product, before: Any, source: Any) -> None:
-    """`_copy` as hi and lo numbers, in the interpreter."""
-    ring = cta.activations
-
-    def fill(x_tile: Any, _: None) -> None:
-        stage, first = _acquire(ring, before + x_tile), cta.column(product, x_tile)
-        target, scales = (cta.buffers[name].at[stage] for name in ("x_sm", "scale_sm"))
-        hi_lo.copy_rows(source, first, target, scales, rows=cta.plan.live)
-        _fill_done(ring, before + x_tile)
-
-    lax.fori_loop(0, cta.x_tiles(product), fill, None)
 
 
 def _take(cta: Cta, product: Product, before: Any, area: Any, word: Any, pitch: int, checks: bool = True) -> None:
@@ -448,16 +385,11 @@ def _fill_done(ring: Ring, step: Any) -> None:
 
 def consume(cta: Cta) -> None:
     """Multiplies and has the epilogues, product by product."""
-    before = {place: steps for place, _, *steps in cta.products()}
-    if not interpreting():
-        _empty_next(cta)
-    for place, stage in enumerate(cta.stages):
-        if isinstance(stage, Product):
-            (_mainloop_8bit if cta.plan.is_8bit else _mainloop_16bit)(cta, stage, *before[place])
-            cta.overlap.after(stage)
-        else:
-            # All partial sums are in memory, and CTAs without features are here too.
-            pl.when(cta.index < cta.plan.reducers)(functools.partial(_reduce, cta, stage.product, cta.index, None))
+    in_turn = list(cta.in_turn())
+    _empty_next(cta)
+    for product, *before in in_turn:
+        (_mainloop_8bit if cta.plan.is_8bit else _mainloop_16bit)(cta, product, *before)
+        cta.overlap.after(product)
 
 
 def _empty_next(cta: Cta) -> None:
@@ -567,14 +499,8 @@ def _mainloop_8bit(cta: Cta, product: Product, before: Any, x_before: Any) -> No
 
 def _norm_factors(cta: Cta, product: Product) -> Any:
     """What the norm multiplies each token with: over all features, from the sums of squares of 64 each."""
-    squares, count = None, cta.plan.reducers
-    if interpreting():
-        squares = rows_of(cta.refs["squares"], MATRIX)
-        index = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, squares.shape, 0), MATRIX)
-        squares = jnp.where(index < count, squares, 0.0)
-    else:
-        word = cta.word("squares", product)
-        squares = mailbox.take_columns(cta.refs["mailbox"], word, rows=count, tokens=cta.plan.tokens)
+    word, count = cta.word("squares", product), cta.plan.reducers
+    squares = mailbox.take_columns(cta.refs["mailbox"], word, rows=count, tokens=cta.plan.tokens)
     factors = lax.rsqrt(squares.sum(axis=0) * (1 / cta.plan.hidden) + cta.plan.eps)
     return lax.broadcast_in_dim(factors, (ROWS, cta.plan.tokens), [1])
 
@@ -591,26 +517,20 @@ def _epilogue(cta: Cta, product: Product, results: Sequence[Any]) -> None:
 def _split_k(cta: Cta, product: Product, results: Sequence[Any]) -> None:
     """Publishes a partial sum of 64 features; the CTA of the first split reduces them in place of that."""
     (tile,), split = results, cta.split(product)
-
-    @pl.when((split > 0) | interpreting())
-    def _():
-        if interpreting():
-            cta.refs["partial"].at[split, pl.ds(cta.first_row(product), ROWS)][...] = tile
-        else:
-            mailbox.put_tile(cta.refs["mailbox"], _partial_word(cta, product, cta.tile(product), split), tile)
-
-    if not interpreting():
-        pl.when(split == 0)(lambda: _reduce(cta, product, cta.tile(product), tile))
+    mailbox.sum_splits(
+        cta.refs["mailbox"], split, product.splits, tile, lambda split: _partial_word(cta, product, cta.tile(product), split),
+        lambda total: _reduce(cta, product, cta.tile(product), total),
+    )  # fmt: skip
 
 
 def _partial_word(cta: Cta, product: Product, tile_index: Any, split: Any) -> Any:
     return cta.word("partial", product) + (tile_index * product.splits + split) * cta.plan.mailbox.tile
 
 
-def _reduce(cta: Cta, product: Product, tile_index: Any, tile: Any) -> None:
+def _reduce(cta: Cta, product: Product, tile_index: Any, total: Callable[[list[Any]], Any]) -> None:
     """Adds the partial sums of 64 features to the residual stream, in order, and publishes what the next product's norm needs.
 
-    `tile`: the first split's; None where all are in memory.
+    `total`: the first split's with those at some words of the mailbox.
     """
     refs, norm, last = cta.refs, "post" if product.name == "o" else "next", product == cta.plan.products[-1]
     first = tile_index * ROWS
@@ -620,15 +540,9 @@ def _reduce(cta: Cta, product: Product, tile_index: Any, tile: Any) -> None:
     else:
         stream = plgpu.layout_cast(jnp.zeros((ROWS, cta.plan.tokens), jnp.float32), MATRIX)
     weight = jnp.zeros((ROWS,)) if last else rows_of(refs[f"{norm}_norm"].at[rows], ROW)
-    if tile is None:
-        tile = rows_of(refs["partial"].at[0, rows], MATRIX)
-        for split in range(1, product.splits):
-            tile = tile + rows_of(refs["partial"].at[split, rows], MATRIX)
-    else:
-        words = [_partial_word(cta, product, tile_index, split) for split in range(1, product.splits)]
-        tile = mailbox.add_tiles(refs["mailbox"], words, tile)
-        if (ranks := rank_exchange_of(refs)) is not None:
-            tile = rank_mailbox.summed_tile(tile, *ranks, rank_place(cta.plan, product, tile_index))
+    tile = total([_partial_word(cta, product, tile_index, split) for split in range(1, product.splits)])
+    if (ranks := rank_exchange_of(refs)) is not None:
+        tile = rank_mailbox.summed_tile(tile, *ranks, rank_place(cta.plan, product, tile_index))
     stream = stream + tile
     if not last:
         weight = weight.astype(jnp.float32)
@@ -636,11 +550,8 @@ def _reduce(cta: Cta, product: Product, tile_index: Any, tile: Any) -> None:
         scaled = stream * lax.broadcast_in_dim(weight, stream.shape, [0])
         _publish(cta, "scaled", product, first, scaled, ROWS)
         squares = (stream * stream).sum(axis=0)
-        if interpreting():
-            refs["squares"].at[tile_index][...] = squares
-        else:
-            word = cta.word("squares", product) + tile_index * cta.plan.tokens
-            mailbox.put_columns(refs["mailbox"], word, squares)
+        word = cta.word("squares", product) + tile_index * cta.plan.tokens
+        mailbox.put_columns(refs["mailbox"], word, squares)
     if "stream" in refs:
         refs["stream"].at[rows][...] = stream
 
@@ -669,9 +580,6 @@ def _publish(
     cta: Cta, name: str, product: Product, first_feature: Any, tile: Any, rows: int, first_row: int = 0
 ) -> None:
     """Hands over the first rows of a tile as features of the live tokens; another tile has those before `first_row`."""
-    if interpreting():
-        store_transposed(cta.refs[name], first_feature, tile, rows=rows, tokens=cta.plan.live)
-        return
     mailbox.put_transposed(
         cta.refs["mailbox"], cta.word(name, product), first_feature, tile, first_row=first_row, rows=rows,
         tokens=cta.plan.live, pitch=cta.pitch(name), paired=cta.plan.is_8bit,

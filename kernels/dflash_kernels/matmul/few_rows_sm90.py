@@ -22,6 +22,7 @@ from dflash_kernels.mosaic_gpu.layouts import TILED, row_of
 from dflash_kernels.mosaic_gpu.pipeline import Ring, div
 from dflash_kernels.mosaic_gpu.rows import keep_first_row, store_padded
 from dflash_kernels.mosaic_gpu.thread_op import kernel
+from dflash_kernels.mosaic_gpu.tma import within_copies
 from dflash_kernels.mosaic_gpu.wgmma import add_product, zeros
 
 
@@ -38,9 +39,10 @@ def stream(
         written to `stream`.
       scratch: shared memory of the epilogue's, among its `refs`.
     """
-    # Copies past the end give zeros on a GPU, but more than eight rows must come in eights.
-    if plan.norm is None and (interpret is not None or plan.rows > 8):
-        given = given | {"x": jnp.pad(given["x"], ((0, plan.columns - plan.rows), (0, 0)))}
+    if plan.norm is None:
+        x = within_copies(given["x"], plan.columns, interpret)
+        # More than eight rows must come in eights.
+        given = given | {"x": jnp.pad(x, ((0, plan.columns - x.shape[0]), (0, 0))) if plan.rows > 8 else x}
     names, dtype = (*given, *outs), given["x"].dtype
     memory = {
         "full": plgpu.Barrier(num_arrivals=len(_copied(plan)), num_barriers=plan.stages),

@@ -32,7 +32,7 @@ from jaxtyping import Array, Float, Int
 
 from dflash_kernels.core.device import MATRIX_ROWS as ROWS
 from dflash_kernels.core.device import WARPGROUP
-from dflash_kernels.core.layouts import EMPTY
+from dflash_kernels.core.layouts import EMPTY, interleave_columns
 from dflash_kernels.mosaic_gpu import ptx as th
 from dflash_kernels.mosaic_gpu.convert import packed
 from dflash_kernels.mosaic_gpu.softmax import LOG2E, counted, finite, rescaled
@@ -184,8 +184,16 @@ def combine_fragments(
     tokens: int,
     group: int,
     dtype: Any,
+    interpret: Any = None,
 ) -> Float[Array, "B T N H"]:
-    """`combine_rows` of splits that `store_fragments` wrote: a thread has four columns of a row."""
+    """`combine_rows` of splits that `store_fragments` wrote: a thread has four columns of a row.
+
+    In the interpreter they lie as `combine_rows` has them.
+    """
+    if interpret is not None:
+        combined = functools.partial(combine_rows, interpret=interpret)
+        combined = combined if combines_rows(group, parts.shape[4]) else combine_xla
+        return combined(parts, parts_lse, sinks, tokens, group, dtype)
     b, kv_heads, _, rows, head_dim = parts.shape
     units = rows // 8 * (head_dim // 16)
 
@@ -219,7 +227,22 @@ def _factors(logits: list[Array], sink: Array | None) -> list[Array]:
     return [weight * share for weight in weights]
 
 
-@thread_op(args=(GLOBAL, MATRIX, SCALAR))
+def rows_stored(target: Any, tile: Any, first_row: Any) -> None:
+    """In the interpreter: a tile to the rows of `target [R, H]` from `first_row` on, as far as it has rows."""
+    rows = target.shape[0]
+
+    @pl.when(first_row + ROWS <= rows)
+    def _() -> None:
+        target.at[pl.ds(first_row, ROWS)][...] = tile
+
+    @pl.when(first_row + ROWS > rows)
+    def _() -> None:
+        @pl.loop(0, rows - first_row)
+        def _(row: Any) -> None:
+            target.at[first_row + row][...] = lax.dynamic_index_in_dim(tile, row, keepdims=False)
+
+
+@thread_op(args=(GLOBAL, MATRIX, SCALAR), interpret=rows_stored)
 def store_fragments(target, tile, first_row) -> None:
     """A tile `[64, H]` of float32 to rows `first_row` and on of `target [R, H]` in global memory, as far as it has rows.
 
@@ -356,13 +379,21 @@ def rows_at_once(b: int, splits: int, rows: int) -> int:
     return at_once
 
 
-def _kept_split(own, target, parts, lses, arrived, item, part, count, *, rows: int) -> None:
-    """The interpreter has no counters that CTAs share: splits are combined afterwards."""
-    del target, lses, arrived, part, count
+def _combined_last(own, target, parts, lses, arrived, item, part, count, *, rows: int) -> None:
+    """The interpreter runs CTAs in the order of work items: a sequence's last one finds the other splits."""
+    del arrived
     parts.at[item][...] = own[pl.ds(0, rows)]
 
+    @pl.when(part == count - 1)
+    def _():
+        index = jnp.arange(parts.shape[0])
+        logits = jnp.where(((index > item - count) & (index <= item))[:, None], lses[...][:, :rows], -jnp.inf)
+        weights = jnp.exp(logits - finite(logits.max(axis=0)))[..., None]
+        total, held = weights.sum(axis=0), jnp.where(weights > 0, weights * parts[...], 0.0).sum(axis=0)
+        target[...] = (held / jnp.where(total == 0, 1.0, total)).reshape(target.shape).astype(target.dtype)
 
-@thread_op(args=(*[GLOBAL] * 5, *[SCALAR] * 3), interpret=_kept_split)
+
+@thread_op(args=(*[GLOBAL] * 5, *[SCALAR] * 3), interpret=_combined_last)
 def combine_last(own, target, parts, lses, arrived, item, part, count, *, rows: int) -> None:
     """Writes the output where the split is the only one; else the last CTA to finish combines all, in the splits' order.
 
@@ -692,10 +723,10 @@ def _like(array, numbers):
 
 def _store_split_interpreted(parts: Any, lses: Any, blocks: list[Any], lse: Any) -> None:
     rows, first = parts.shape[0], 0
-    lses[...] = lse
+    lses[...] = lax.bitcast_convert_type(lse, jnp.int32)
     for block in blocks:
         width = block.shape[1]
-        parts.at[:, pl.ds(first, width)][...] = block[:rows]
+        parts.at[:, pl.ds(first, width)][...] = lax.bitcast_convert_type(block[:rows], jnp.int32)
         first += width
 
 
@@ -746,17 +777,21 @@ def _combine_interpreted(
     @pl.when(split == 0)
     def _():
         there = lax.broadcasted_iota(jnp.int32, (shapes.splits, shapes.rows), 0) < busy
-        held_lses = lses.at[pl.ds(first_item, shapes.splits)][...][:, : shapes.rows]
-        held_lses = jnp.where(there, held_lses, -jnp.inf)
-        held = parts.at[pl.ds(first_item, shapes.splits)][...]
+        held_lses, held = (
+            lax.bitcast_convert_type(ref.at[pl.ds(first_item, shapes.splits)][...], jnp.float32)
+            for ref in (lses, parts)
+        )
+        held_lses = jnp.where(there, held_lses[:, : shapes.rows], -jnp.inf)
         row_max = held_lses.max(axis=0)
         weights = jnp.exp(held_lses - jnp.where(row_max == -jnp.inf, 0.0, row_max))
         row_sum = weights.sum(axis=0)
         out = jnp.where(there[..., None], weights[..., None] * held, 0.0).sum(axis=0)
         out = out / jnp.where(row_sum > 0, row_sum, 1.0)[:, None]
         width = shapes.group * shapes.head_dim
-        place = target.at[pl.ds(sequence * shapes.tokens, shapes.tokens), pl.ds(head * width, width)]
-        place[...] = out.reshape(shapes.tokens, width).astype(target.dtype)
+        out = out.reshape(shapes.tokens, width).astype(jnp.bfloat16)
+        out = interleave_columns(out) if shapes.interleaved else out
+        words = lax.bitcast_convert_type(out.reshape(shapes.tokens, width // 2, 2), jnp.int32)
+        target.at[pl.ds(sequence * shapes.tokens, shapes.tokens), pl.ds(head * (width // 2), width // 2)][...] = words
 
 
 @thread_op(args=(*[GLOBAL] * 3, *[SCALAR] * 5), interpret=_combine_interpreted)
@@ -803,7 +838,7 @@ def _store_interleaved(exists, address, column, low, high) -> None:
         th.when(exists, f"st.relaxed.gpu.global.b16 [$0 + {4 * index}], $1;", address, half)
 
 
-@thread_op(args=(GLOBAL, *[SCALAR] * 3))
+@thread_op(args=(GLOBAL, *[SCALAR] * 3), interpret=lambda *_, shapes: None)
 def empty_heads(target: Any, sequence: Any, head: Any, split: Any, *, shapes: SplitHeads) -> None:
     """Makes the words EMPTY that `combine_mailbox` has written."""
     for exists, _, _, address in _quads(shapes, target, sequence, head, split):

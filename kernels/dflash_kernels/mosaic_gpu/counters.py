@@ -1,6 +1,6 @@
 """Counters between CTAs: who has written counts, who needs it waits for a number, and the last who waits leaves a zero.
 
-All CTAs of such a launch must be resident at once.
+All CTAs of such a launch must be resident at once. In Pallas' interpreter whoever counts is in a launch before (`stages`).
 """
 
 from typing import Any
@@ -9,7 +9,7 @@ from dflash_kernels.mosaic_gpu import ptx as th
 from dflash_kernels.mosaic_gpu.thread_op import GLOBAL, SCALAR, thread_op
 
 
-@thread_op(args=(GLOBAL, SCALAR))
+@thread_op(args=(GLOBAL, SCALAR), interpret=lambda *_, **__: None)
 def announce(ready: Any, group: Any) -> None:
     """Counts one more of what makes up `group`, after all that this warpgroup has written: one thread's release is for all that it
     has met at the barrier."""
@@ -18,7 +18,7 @@ def announce(ready: Any, group: Any) -> None:
         th.inline("red.release.gpu.global.add.u32 [$0], 1;", th.word_address(ready, group))
 
 
-@thread_op(args=(GLOBAL, SCALAR))
+@thread_op(args=(GLOBAL, SCALAR), interpret=lambda *_, **__: None)
 def await_announced(ready: Any, group: Any, *, given: int, taken: int) -> None:
     """Waits until so many of a group are there. The last of `taken` who wait leaves the count at 0 for the next launch."""
     with th.branch(th.compare(th.thread(), "eq", 0)):
@@ -31,7 +31,7 @@ def await_announced(ready: Any, group: Any, *, given: int, taken: int) -> None:
     th.warpgroup_barrier()
 
 
-@thread_op(args=(GLOBAL, SCALAR, SCALAR))
+@thread_op(args=(GLOBAL, SCALAR, SCALAR), interpret=lambda *_, **__: None)
 def await_announced_by(ready: Any, group: Any, items: Any, *, given: int, taken: int) -> None:
     """`await_announced` for `items` of the `taken` at once."""
     with th.branch(th.compare(th.thread(), "eq", 0)):

@@ -15,12 +15,23 @@ from jaxlib.mlir.dialects import vector
 
 from dflash_kernels.core.device import MATRIX_ROWS as ROWS
 from dflash_kernels.mosaic_gpu import ptx as th
-from dflash_kernels.mosaic_gpu.combine import store_fragments
+from dflash_kernels.mosaic_gpu.combine import rows_stored, store_fragments
 from dflash_kernels.mosaic_gpu.layouts import swizzled
-from dflash_kernels.mosaic_gpu.thread_op import GLOBAL, MATRIX, SCALAR, interpreting, thread_op
+from dflash_kernels.mosaic_gpu.thread_op import GLOBAL, MATRIX, SCALAR, thread_op
 
 
-@thread_op(args=lambda *operands, rows: (GLOBAL, MATRIX, SCALAR, SCALAR)[: len(operands)])
+def _columns_stored(target: Any, tile: Any, column: Any, first_row: Any = 0, *, rows: int) -> None:
+    # Tiles hold whole tokens, or there is only one tile.
+    tokens, group, _ = target.shape
+    first = lax.div(jnp.int32(first_row), jnp.int32(group))
+
+    @pl.loop(0, jnp.minimum(tokens - first, max(ROWS // group, 1)))
+    def _(token: Any) -> None:
+        place = target.at[first + token, :, pl.ds(column, tile.shape[1])]
+        place[...] = lax.dynamic_slice_in_dim(tile, token * group, group)
+
+
+@thread_op(args=lambda *operands, rows: (GLOBAL, MATRIX, SCALAR, SCALAR)[: len(operands)], interpret=_columns_stored)
 def store_columns(target, tile, column, first_row=None, *, rows: int) -> None:
     """A tile `[64, C]` of two-byte elements to columns of `target [T, G, H]` from one on, and to its rows `t * G + g` from 0 on, or
     from `first_row`; the first `rows` exist."""
@@ -42,7 +53,7 @@ def store_columns(target, tile, column, first_row=None, *, rows: int) -> None:
         th.when(exists, "st.global.b32 [$0], $1;", th.add(address, 16 * (place // 2)), word)
 
 
-@thread_op(args=(GLOBAL, MATRIX, SCALAR))
+@thread_op(args=(GLOBAL, MATRIX, SCALAR), interpret=rows_stored)
 def store_split(target, tile, first_row) -> None:
     """A split's tile `[64, H]` of float32 to `target [R, H]` from `first_row` on, as far as it has rows.
 
@@ -76,43 +87,25 @@ def scratch(launch: Any, dtype: Any) -> dict[str, Any]:
     return buffers
 
 
-def write_split(launch: Any, refs: dict[str, Any], work: Any, out: Any, o_sm: Any) -> None:
-    """A warpgroup's rows of a split, from registers; under the interpreter by way of shared memory, `o_sm`."""
-    if interpreting():
-        write_through(launch, refs, work, o_sm, out)
-        return
+def write_split(launch: Any, refs: dict[str, Any], work: Any, out: Any) -> None:
+    """A warpgroup's rows of a split, from registers."""
     store = store_fragments if launch.fragments else store_split
     store(refs["o"].at[work.place.sequence, work.head, work.place.split], out, work.first_row)
 
 
 def write_through(launch: Any, refs: dict[str, Any], work: Any, o_sm: Any, out: Any) -> None:
-    """A warpgroup's rows by way of shared memory: the output itself where `launch.direct`, a split under the interpreter."""
-    o_sm.at[work.warpgroup][...] = out.astype(o_sm.dtype)
+    """A warpgroup's rows of the output itself by way of shared memory, one token's group of heads after the other.
+
+    Tiles hold whole tokens, or there is only one tile.
+    """
+    rows, group = o_sm.at[work.warpgroup], launch.group
+    rows[...] = out.astype(o_sm.dtype)
     plgpu.commit_smem()
-    if launch.direct:
-        _write_tokens(launch, refs, work, o_sm.at[work.warpgroup])
-    else:
-        given = [
-            ROWS if launch.row_blocks > 1 else min(refs["o"].shape[3] - wg * ROWS, ROWS)
-            for wg in range(launch.warpgroups)
-        ]
-        for wg, rows in enumerate(given):
-
-            @pl.when(work.warpgroup == wg)
-            def _(wg=wg, rows=rows):
-                place = work.place
-                target = refs["o"].at[place.sequence, work.head, place.split, pl.ds(work.first_row, rows)]
-                plgpu.copy_smem_to_gmem(o_sm.at[wg, pl.ds(0, rows)], target)
-
-    plgpu.wait_smem_to_gmem(0)
-
-
-def _write_tokens(launch: Any, refs: dict[str, Any], work: Any, rows: Any) -> None:
-    """The output itself, one token's group of heads after the other. Tiles hold whole tokens, or there is only one tile."""
-    group = launch.group
     first = lax.div(work.first_row, jnp.int32(group))
 
     @pl.loop(0, jnp.minimum(launch.tokens - first, ROWS // group))
     def _(token):
         target = refs["o"].at[work.place.sequence, first + token, work.head]
         plgpu.copy_smem_to_gmem(rows.at[pl.ds(token * group, group)], target)
+
+    plgpu.wait_smem_to_gmem(0)

@@ -20,30 +20,28 @@ from jaxlib.mlir.dialects import arith, math, vector
 
 from dflash_kernels.core.device import MATRIX_ROWS as ROWS
 from dflash_kernels.core.device import WARP, WARPGROUP
-from dflash_kernels.core.layouts import interleave_columns
 from dflash_kernels.mosaic_gpu import mailbox
 from dflash_kernels.mosaic_gpu import ptx as th
 from dflash_kernels.mosaic_gpu.convert import BYTE, SECOND, digits_of, float8_words, int8_words
 from dflash_kernels.mosaic_gpu.layouts import tiled
-from dflash_kernels.mosaic_gpu.thread_op import GLOBAL, MATRIX, SCALAR, matrix, row, thread_op
+from dflash_kernels.mosaic_gpu.thread_op import GLOBAL, MATRIX, SCALAR, interpreting, matrix, row, thread_op
 
 _NUMBERS = 8  # of a thread's vector
 
 
-def copy_rows(source: Any, column: Any, target: Any, scales: Any, *, rows: int) -> None:
-    """Brings one stage in the interpreter, from columns in their own order, as `take_rows` does from interleaved ones.
+def _rows_taken(held: Any, columns: Any, target: Any, scales: Any, stages: Any, count: Any) -> None:
+    """`take_rows` in the interpreter, of a matrix `held [rows, columns]`."""
+    _, blocks, lines, width = target.shape
+    for index, (stage, column) in enumerate(zip(stages, columns, strict=True)):
 
-    Args:
-      source: `[rows or more, columns]` in global memory; column: the first one, int32 scalar.
-      target: `[2, 2 * tokens, 128]` and scales: `[tokens]` float32, in shared memory.
-      rows: how many tokens count; the others become zeros.
-    """
-    blocks, tokens, width = target.shape
-    held = source[pl.ds(0, rows), pl.ds(column, blocks * width)].astype(jnp.float32)
-    both, scale = digits_of(jnp.pad(interleave_columns(held), ((0, tokens // 2 - rows), (0, 0))), target.dtype)
-    for block in range(blocks):
-        target.at[block][...] = both[:, block * width : (block + 1) * width]
-    scales[...] = scale
+        @pl.when(index < count)
+        def _(stage: Any = stage, column: Any = column) -> None:
+            taken = lax.dynamic_slice_in_dim(held, column, blocks * width, axis=1).astype(jnp.float32)
+            both, scale = digits_of(jnp.pad(taken, ((0, lines // 2 - held.shape[0]), (0, 0))), target.dtype)
+            for block in range(blocks):
+                target.at[stage, block][...] = both[:, block * width : (block + 1) * width]
+            scales.at[stage][...] = scale
+
     plgpu.commit_smem()
 
 
@@ -62,6 +60,9 @@ def take_rows(
       rows: how many tokens count; the others become zeros.
       checks: whether to read what is EMPTY again until it is not.
     """
+    if interpreting():
+        _rows_taken(mailbox.held_matrix(area, word, rows, pitch), columns, target, scales, stages, count)
+        return
     _, blocks, lines, width = target.shape
     tokens, size, warps = lines // 2, blocks * lines * width, WARPGROUP // WARP
     decomposed = int8_words if target.dtype == jnp.int8 else float8_words

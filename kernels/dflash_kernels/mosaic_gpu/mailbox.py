@@ -3,16 +3,26 @@
 Before a launch every word of a mailbox is EMPTY, bits that no result has. Whoever needs a result reads it until none of its words
 is EMPTY. Nobody counts, no store waits for another one, and readers go on with what is there. Launches take turns with two areas:
 one is used, the other one is emptied for the next launch.
+
+In Pallas' interpreter, where no CTA can wait for a later one, whoever publishes is in a launch before (`stages`), or its CTA comes
+first: all words are there, whose order within a tile is the interpreter's own. Each call has a mailbox of its own, which is used
+once: no launch is counted, and nothing is emptied.
 """
 
 # Pallas declares what it inlines with the context that it passes itself.
 # pyright: reportAbstractUsage=false, reportCallIssue=false, reportPrivateImportUsage=false
 
 import contextlib
+import functools
+import math
+from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -23,12 +33,26 @@ from dflash_kernels.core.device import WARPGROUP
 from dflash_kernels.core.layouts import EMPTY
 from dflash_kernels.mosaic_gpu import ptx as th
 from dflash_kernels.mosaic_gpu.layouts import TILED, interleaved_column
-from dflash_kernels.mosaic_gpu.thread_op import COLUMN, GLOBAL, MATRIX, NUMBER, SCALAR, matrix, thread_op
+from dflash_kernels.mosaic_gpu.thread_op import (
+    COLUMN,
+    GLOBAL,
+    MATRIX,
+    NUMBER,
+    SCALAR,
+    interpreting,
+    matrix,
+    thread_op,
+)
 
 VECTOR = 4  # words that one thread moves at once
 
 
-@thread_op(args=(GLOBAL, SCALAR))
+def given_or_own(exchange: Any, *shape: int) -> Any:
+    """A mailbox, or where none is given one of this shape that is used once, all words EMPTY."""
+    return jax.new_ref(jnp.full(shape, EMPTY, jnp.int32)) if exchange is None else exchange
+
+
+@thread_op(args=(GLOBAL, SCALAR), interpret=lambda *_, words: None)
 def empty(area, word, *, words: int) -> None:
     """Makes words of a mailbox EMPTY; `word` and `words` are multiples of 4."""
     none = th.number(EMPTY)
@@ -38,7 +62,29 @@ def empty(area, word, *, words: int) -> None:
             store(th.word_address(area, th.add(word, place)), [none] * VECTOR)
 
 
-@thread_op(args=(GLOBAL, SCALAR, MATRIX))
+def _held(area: Any, word: Any, shape: tuple[int, ...], dtype: Any = jnp.float32) -> Any:
+    """In the interpreter: what lies at a word, of float32 or two bytes a number; `area` may also be a matrix of numbers."""
+    words = area[...].reshape(-1)
+    if words.dtype != dtype:
+        words = lax.bitcast_convert_type(words, dtype).reshape(-1)
+    first = word * (4 // jnp.dtype(dtype).itemsize)
+    return lax.dynamic_slice(words, (jnp.asarray(first, jnp.int32),), (math.prod(shape),)).reshape(shape)
+
+
+def _put(area: Any, word: Any, numbers: Any) -> None:
+    """In the interpreter: writes numbers at a word."""
+    halves = 4 // numbers.dtype.itemsize
+    numbers = numbers.reshape(-1) if halves == 1 else numbers.reshape(-1, halves)
+    words = lax.bitcast_convert_type(numbers, jnp.int32)
+    area[pl.ds(word, words.size)] = words
+
+
+def held_matrix(area: Any, word: Any, rows: int, pitch: int) -> Any:
+    """In the interpreter: `[rows, pitch]` of bfloat16, as `put_transposed` publishes it or the launch was given it."""
+    return _held(area, word, (rows, pitch), jnp.bfloat16)
+
+
+@thread_op(args=(GLOBAL, SCALAR, MATRIX), interpret=_put)
 def put_tile(area, word, tile) -> None:
     """Publishes a tile of float32 in the layout of a matrix instruction's result, for `add_tiles`."""
     words = [filled(value) for value in words_of(tile.registers)]
@@ -51,7 +97,38 @@ def add_tiles(area, places, tile):
     return _add_tiles(area, list(places), tile) if places else tile
 
 
-@thread_op(args=(GLOBAL, SCALAR, MATRIX), returns=lambda area, places, tile: matrix(tile.shape, tile.dtype))
+def sum_splits(
+    area: Any, split: Any, splits: int, tile: Any, word_of: Callable[[Any], Any], reduce: Callable[[Callable], None]
+) -> None:
+    """Split-K reduction by the CTA of the first split: `reduce(total)`; the others publish their tiles.
+
+    In the interpreter it is the last split's CTA, which runs after the others'. The order of the sum is the same.
+
+    Args:
+      split: this CTA's, int32 scalar; CTAs of a tile's splits are neighbors in the grid.
+      word_of: where a split's tile lies, called with int32 scalars.
+      reduce: is given `total(words)`, this split's tile plus the ones that others publish there.
+    """
+    if interpreting():
+        put_tile(area, word_of(split), tile)
+        first = functools.partial(_held, area, word_of(0), tile.shape)
+        pl.when(split == splits - 1)(lambda: reduce(lambda words: add_tiles(area, words, first())))
+        return
+    pl.when(split > 0)(lambda: put_tile(area, word_of(split), tile))
+    pl.when(split == 0)(lambda: reduce(lambda words: add_tiles(area, words, tile)))
+
+
+def _tiles_added(area: Any, words: Any, tile: Any) -> Any:
+    for word in words:
+        tile = tile + _held(area, word, tile.shape)
+    return tile
+
+
+@thread_op(
+    args=(GLOBAL, SCALAR, MATRIX),
+    returns=lambda area, places, tile: matrix(tile.shape, tile.dtype),
+    interpret=_tiles_added,
+)
 def _add_tiles(area, words, tile):
     count = len(words_of(tile.registers))
     addresses = [own(area, word, first) for word in words for first in range(0, count, VECTOR)]
@@ -77,7 +154,17 @@ def put_transposed(
     _put_transposed(area, word, first_feature, tile.astype(jnp.bfloat16), paired=paired, **sizes)
 
 
-@thread_op(args=(GLOBAL, SCALAR, SCALAR, MATRIX))
+def _transposed_put(
+    area: Any, word: Any, first_feature: Any, tile: Any, *, first_row: int, rows: int, tokens: int, pitch: int, paired: bool
+) -> None:  # fmt: skip
+    held = held_matrix(area, word, tokens, pitch)
+    features = first_feature + jnp.arange(first_row, rows)
+    if paired:
+        features = (features & -16) + (features & 7) * 2 + (features >> 3 & 1)
+    _put(area, word, held.at[:, features].set(tile[first_row:rows, :tokens].T))
+
+
+@thread_op(args=(GLOBAL, SCALAR, SCALAR, MATRIX), interpret=_transposed_put)
 def _put_transposed(
     area, word, first_feature, tile, *, first_row: int, rows: int, tokens: int, pitch: int, paired: bool
 ) -> None:
@@ -103,7 +190,23 @@ def _put_transposed(
     tile.foreach(store)
 
 
-@thread_op(args=(GLOBAL, SCALAR, SCALAR, plgpu.RefType(TILED), SCALAR, SCALAR, SCALAR))
+def _rows_taken(
+    area: Any, word: Any, column: Any, target: Any, count: Any, waits: Any, slots: Any, *, rows: int, pitch: int
+) -> None:
+    _, blocks, tokens, width = target.shape
+    held = held_matrix(area, word, rows, pitch)
+    for unit, slot in enumerate(slots):
+
+        @pl.when(unit < count)
+        def _(unit: int = unit, slot: Any = slot) -> None:
+            for block in range(blocks):
+                taken = lax.dynamic_slice_in_dim(held, column + (unit * blocks + block) * width, width, axis=1)
+                target.at[slot, block][...] = jnp.pad(taken, ((0, tokens - rows), (0, 0)))
+
+    plgpu.commit_smem()
+
+
+@thread_op(args=(GLOBAL, SCALAR, SCALAR, plgpu.RefType(TILED), SCALAR, SCALAR, SCALAR), interpret=_rows_taken)
 def _take_rows(area, word, column, target, count, waits, slots, *, rows: int, pitch: int) -> None:
     _, blocks, groups, _, rows_of_group, width = th.shape_and_strides(target)[0]
     tokens = groups * rows_of_group
@@ -148,7 +251,7 @@ def take_rows(area, word, column, target, slots, count, waits, *, rows: int, pit
     _take_rows(area, word, column, target, count, waits, list(slots), rows=rows, pitch=pitch)
 
 
-@thread_op(args=(GLOBAL, SCALAR, COLUMN))
+@thread_op(args=(GLOBAL, SCALAR, COLUMN), interpret=_put)
 def put_columns(area, word, values) -> None:
     """Publishes one float32 for each column of a tile, for `take_columns`."""
 
@@ -162,7 +265,15 @@ def put_columns(area, word, values) -> None:
     values.foreach(store)
 
 
-@thread_op(args=(GLOBAL, SCALAR), returns=lambda *_, rows, tokens: matrix((-(-rows // 64) * 64, tokens)))
+def _columns_taken(area: Any, word: Any, *, rows: int, tokens: int) -> Any:
+    return jnp.pad(_held(area, word, (rows, tokens)), ((0, -rows % 64), (0, 0)))
+
+
+@thread_op(
+    args=(GLOBAL, SCALAR),
+    returns=lambda *_, rows, tokens: matrix((-(-rows // 64) * 64, tokens)),
+    interpret=_columns_taken,
+)
 def take_columns(area, word, *, rows: int, tokens: int):
     """What `rows` tiles publish with `put_columns`, one after the other in memory: `[64 n, tokens]`, zeros after the last one."""
     shape, f32 = (-(-rows // 64) * 64, tokens), ir.F32Type.get()
@@ -182,13 +293,13 @@ def take_columns(area, word, *, rows: int, tokens: int):
     return mgpu.FragmentedArray(_registers=registers, _layout=zero.layout, _is_signed=None)
 
 
-@thread_op(args=(GLOBAL, SCALAR), returns=NUMBER)
+@thread_op(args=(GLOBAL, SCALAR), returns=NUMBER, interpret=lambda *_: jnp.int32(0))
 def launches(area, word):
     """How many launches have ended: what `launched` has counted at this word."""
     return th.load(th.word_address(area, word), op="ld.relaxed.gpu.global")[0]
 
 
-@thread_op(args=(GLOBAL, SCALAR, SCALAR))
+@thread_op(args=(GLOBAL, SCALAR, SCALAR), interpret=lambda *_: None)
 def launched(area, word, count) -> None:
     """Sets the word that `launches` reads, after all threads of this warpgroup have read it."""
     set_count(area, word, count)

@@ -47,6 +47,13 @@ class Ring:
         """Waits until the stage is full."""
         plgpu.barrier_wait(self.full.at[stage])
 
+    def limit_in_flight(self, step: Any, steps: int) -> None:
+        """Waits, before a step's copies, for those of `steps` steps before; not in the interpreter, where none is in flight."""
+        if interpreting():
+            return
+        landed = step - steps
+        pl.when(landed >= 0)(lambda: self.consumer_wait(self.stage(landed)))
+
     def consumer_release(self, stage: Any) -> None:
         """Gives the stage back."""
         plgpu.barrier_arrive(self.empty.at[stage])

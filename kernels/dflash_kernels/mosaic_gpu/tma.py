@@ -12,6 +12,7 @@ barriers that Pallas' copies do.
 import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -56,6 +57,11 @@ def addresses(buffers: dict[str, Any]) -> dict[str, Any]:
 def arrival(address: Any, slot: Any) -> Any:
     """Where barrier number `slot` lies."""
     return address + slot * _BARRIER
+
+
+def within_copies(x: jax.Array, rows: int, interpret: Any) -> jax.Array:
+    """A matrix whose first `rows` rows are copied. Past its end a GPU's copies give zeros, which the interpreter needs appended."""
+    return x if interpret is None else jnp.pad(x, ((0, rows - x.shape[0]), (0, 0)))
 
 
 def copy_once(
@@ -435,3 +441,9 @@ def touch_row(row) -> None:
     thread = th.thread()
     there = th.offset(th.address(row), th.mul(thread, 128))
     th.when(th.below(thread, -(-count // 32)), "prefetch.global.L1 [$0];", there)
+
+
+def prefetch(source: Any) -> None:
+    """Brings part of an array to the L2, by TMA."""
+    if not interpreting():
+        plgpu.async_prefetch(source)

@@ -3,9 +3,11 @@
 # Pallas declares ACC less public than it documents it.
 # pyright: reportPrivateImportUsage=false
 
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -31,66 +33,89 @@ def scores_of_blocks(queries, keys, count):
 
     def multiply(scores):
         multiply_blocks(scores, queries, keys)
-        return scores[...]
+        return scores.read()
 
-    return pl.run_scoped(multiply, plgpu.ACC((ROWS, count), jnp.float32))
+    return side_by_side(multiply, [(ROWS, count)])
 
 
-def multiply_blocks(scores, queries, keys):
-    """Begins the product of queries in blocks of columns with keys."""
+def multiply_blocks(scores: Any, queries, keys):
+    """Begins the product of queries in blocks of columns with keys, in an `Accumulator`."""
     first = 0
     for block in queries:
-        plgpu.wgmma(scores, block, keys.at[:, pl.ds(first, block.shape[1])].transpose((1, 0)))
+        scores.begin(block, keys.at[:, pl.ds(first, block.shape[1])].transpose((1, 0)))
         first += block.shape[1]
 
 
-def add_products(acc, multiply) -> Any:
-    """`acc` and the products that `multiply(total)` begins, with the sum in registers.
+@dataclasses.dataclass
+class Accumulator:
+    """The sum of products in flight, float32.
 
-    Pallas's interpreter has no accumulator that starts with values: under it the products are added afterwards.
+    Pallas's interpreter has no accumulator that starts with values, and no products of what is in registers: there these are added
+    when the sum is read.
+
+    Attributes:
+      sums: the instruction's accumulator; more: what the interpreter adds.
     """
-    if not interpreting():
-        return pl.run_state(multiply)(plgpu.ACC.init(acc))
 
-    def products(total):
-        multiply(total)
-        return total[...]
+    sums: Any
+    more: Any = 0.0
 
-    return acc + pl.run_scoped(products, plgpu.ACC(acc.shape, jnp.float32))
+    def begin(self, left, right) -> None:
+        """Begins to add `left @ right`, the left factor in registers or in shared memory, the right one in shared memory."""
+        if interpreting() and isinstance(left, jax.Array):
+            factors = left.astype(jnp.float32), right[...].astype(jnp.float32)
+            plgpu.commit_smem()  # the copy that comes next into this memory is not before this load
+            self.more += jnp.dot(*factors, precision="highest")
+        else:
+            plgpu.wgmma(self.sums, left, right)
+
+    def read(self, later: int = 0) -> Any:
+        """The sum in registers, once all but the `later` last products are done."""
+        found = plgpu.wgmma_accumulator_load(self.sums, wait_n=later) if later else self.sums[...]
+        return found + self.more if interpreting() else found
 
 
-def side_by_side(
-    multiply: Callable[..., Any], shapes: Sequence[tuple[int, int]], interpreted: Callable[[], Any]
-) -> Any:
-    """`multiply(*accumulators)` with float32 accumulators of these shapes, whose products may be in flight together.
+def side_by_side(multiply: Callable[..., Any], starts: Sequence[Any]) -> Any:
+    """`multiply(*accumulators)` with an `Accumulator` for each start, whose products may be in flight together.
 
-    Pallas's interpreter has no accumulator that starts with values: there `interpreted()` gives the same, product after product.
+    `starts`: sums in registers, or the shapes of those that begin empty.
     """
-    if interpreting():
-        return interpreted()
-    return pl.run_scoped(multiply, *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
+
+    def begin(*sums):
+        totals = [Accumulator(one) for one in sums]
+        for total, start in zip(totals, starts, strict=True):
+            if interpreting() and not isinstance(start, tuple):
+                total.more = start
+            elif not isinstance(start, tuple):
+                total.sums[...] = start
+        return multiply(*totals)
+
+    shapes = [start if isinstance(start, tuple) else start.shape for start in starts]
+    return pl.run_scoped(begin, *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
 
 
-def add_side_by_side(multiply: Callable[..., None], sums: Sequence[Any], interpreted: Callable[[], Any]) -> Any:
-    """`multiply(accumulators)` with accumulators that start as `sums`; returns what they end as. See `side_by_side`."""
-    if interpreting():
-        return interpreted()
-    return pl.run_state(multiply)([plgpu.ACC.init(one) for one in sums])
-
-
-def left_factor(weights, staged) -> Any:
-    """Weights in registers, as a product takes them. Pallas's interpreter takes none: `staged` is shared memory for them there."""
+def add_side_by_side(multiply: Callable[..., None], sums: Sequence[Any]) -> Any:
+    """What an `Accumulator` for each of `sums`, which they start as, ends as after `multiply(accumulators)`."""
     if not interpreting():
-        return weights
-    staged[...] = weights
-    plgpu.commit_smem()
-    return staged
+        return pl.run_state(lambda totals: multiply([Accumulator(one) for one in totals]))(
+            [plgpu.ACC.init(one) for one in sums]
+        )
+
+    def added(*totals):
+        multiply(totals)
+        return [total.read() for total in totals]
+
+    return side_by_side(added, sums)
 
 
-def add_values(acc, weights, values, staged) -> Any:
-    """`acc + weights @ values` with the weights and the sum in registers; for `staged` see `left_factor`."""
-    weights = left_factor(weights, staged)
-    return add_products(acc, lambda total: plgpu.wgmma(total, weights, values))
+def add_products(acc, multiply: Callable[[Accumulator], None]) -> Any:
+    """`acc` and the products that `multiply(total)` begins, with the sum in registers."""
+    return add_side_by_side(lambda totals: multiply(*totals), [acc])[0]
+
+
+def add_values(acc, weights, values) -> Any:
+    """`acc + weights @ values` with the weights and the sum in registers."""
+    return add_products(acc, lambda total: total.begin(weights, values))
 
 
 def product(left, right) -> Any:
@@ -105,7 +130,7 @@ def product(left, right) -> Any:
 
 def add_product(acc, left, right) -> Any:
     """`acc + left @ right` with the sum in registers, both factors in shared memory."""
-    return add_products(acc, lambda total: plgpu.wgmma(total, left, right))
+    return add_products(acc, lambda total: total.begin(left, right))
 
 
 def add_tiles(acc, tiles: Iterable[tuple[Any, Any]]) -> Any:

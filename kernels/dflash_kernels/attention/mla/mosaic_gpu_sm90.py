@@ -51,7 +51,7 @@ from dflash_kernels.mosaic_gpu.tma import (
     tile_slots,
     touch_row,
 )
-from dflash_kernels.mosaic_gpu.wgmma import add_products, left_factor
+from dflash_kernels.mosaic_gpu.wgmma import add_products
 
 _SLACK = 8.0  # powers of two that scores may exceed the offset of their weights by
 _MAX, _SUM, _TOTAL = 0, 4, 2  # rows of the exchanged statistics
@@ -95,7 +95,7 @@ def attention(
     return kernel(
         body,
         out_type=(out, jax.ShapeDtypeStruct(stats, jnp.float32)),
-        scratch_types=scratch(launch, q.dtype, interpret),
+        scratch_types=scratch(launch, q.dtype),
         grid=(b, launch.splits, launch.row_tiles), grid_names=("b", "split", "rows"),
         num_threads=2, thread_name="wg",
         # Row reductions of a matrix tile stay within a warp: no scratch. A barrier at every access of shared memory, as is put in
@@ -105,7 +105,7 @@ def attention(
     )(q, latent_pages, table, seq_lens, q_lens, order)  # fmt: skip
 
 
-def scratch(launch: Launch, dtype: Any, interpret: Any) -> dict[str, Any]:
+def scratch(launch: Launch, dtype: Any) -> dict[str, Any]:
     """Shared memory and barriers of one CTA."""
     wide: dict[str, Any] = {"transforms": swizzled(dtype, HALF)}
     latents, rotated = plgpu.SMEM((2, 2, KEYS, HALF), dtype, **wide), plgpu.SMEM((2, KEYS, ROTATED), dtype, **wide)
@@ -126,10 +126,6 @@ def scratch(launch: Launch, dtype: Any, interpret: Any) -> dict[str, Any]:
         # A row of 576 bytes consists of tiles of 64, not of 128.
         raw = [plgpu.SMEM(shape, STORED, transforms=swizzled(STORED, ROTATED)) for shape in shapes]
         buffers["widened"] = plgpu.Barrier(num_arrivals=2, num_barriers=2)
-    if interpret is not None:
-        # The interpreter knows neither unions nor weights from registers.
-        parts = {"latents": latents, "rotated": rotated, "out": out, "staged": plgpu.SMEM((ROWS, KEYS), dtype)}
-        return buffers | parts | ({"raw": raw[0], "raw_rotated": raw[1]} if raw else {})
     if not raw:
         return buffers | {"rotated": rotated, "latents_or": plgpu.RefUnion(latents, out)}
     return buffers | {"rotated_or": plgpu.RefUnion(rotated, raw[1]), "latents_or": plgpu.RefUnion(latents, out, raw[0])}
@@ -439,7 +435,6 @@ class Consumer:
         if masked:
             self.tiles.clear_unused_values(0, 0, tile)
         acc = softmax.rescaled_where_moved(acc, alpha)
-        weights = left_factor(weights, memory.get("staged"))
         return self._add_values(acc, lambda: weights, 0, 0), new_max, total
 
     def _right_pair(self, pair, carry, *, masked=False):
@@ -533,7 +528,7 @@ class Consumer:
 
         # References are made inside: made outside, their constant indices would not lower.
         def multiply(total):
-            plgpu.wgmma(total, weights(), self.tiles.memory["latents"].at[half, self.zero + stage])
+            total.begin(weights(), self.tiles.memory["latents"].at[half, self.zero + stage])
             if meanwhile is not None:
                 meanwhile()
 

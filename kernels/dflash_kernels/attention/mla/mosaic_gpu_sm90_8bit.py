@@ -183,20 +183,16 @@ def _step(cta: Cta, tile: Any, carry: Any, *, masked: bool) -> tuple[Any, ...]:
 def _scores(cta: Cta, tile: Any) -> Any:
     queries = cta.buffers["q_sm"]
 
-    def interpreted():
-        keys = convert.latent_keys(tile, first=0, count=_WIDTH)
-        return jnp.dot(keys, queries[...].astype(jnp.float32).T, precision=lax.Precision.HIGHEST)
-
     # No more than two thirds of the columns have room in registers.
     def multiply(product):
         for third in range(3):
             if third == 2:
                 plgpu.wgmma_wait(1)
             keys = convert.latent_keys(tile, first=third * _THIRD, count=_THIRD)
-            plgpu.wgmma(product, keys, queries.at[:, pl.ds(third * _THIRD, _THIRD)].transpose((1, 0)))
-        return product[...]
+            product.begin(keys, queries.at[:, pl.ds(third * _THIRD, _THIRD)].transpose((1, 0)))
+        return product.read()
 
-    return side_by_side(multiply, ((KEYS, NARROW_ROWS),), interpreted)
+    return side_by_side(multiply, ((KEYS, NARROW_ROWS),))
 
 
 def _add_values(sums: list[Any], tile: Any, weights: Any, masked: bool, refill: Any) -> list[Any]:
@@ -204,21 +200,15 @@ def _add_values(sums: list[Any], tile: Any, weights: Any, masked: bool, refill: 
         # Only where rows are unused can they hold NaN.
         return convert.latent_values(tile, first=quarter * _QUARTER, count=_QUARTER, finite=masked)
 
-    def interpreted():
-        given = weights[...].astype(jnp.float32)
-        added = [acc + jnp.dot(values(i), given, precision=lax.Precision.HIGHEST) for i, acc in enumerate(sums)]
-        refill()
-        return added
-
     # A quarter widens while the one before is multiplied.
     def multiply(sums):
         for quarter, total in enumerate(sums):
             if quarter > 1:
                 plgpu.wgmma_wait(1)
-            plgpu.wgmma(total, values(quarter), weights)
+            total.begin(values(quarter), weights)
         refill()
 
-    return add_side_by_side(multiply, sums, interpreted)
+    return add_side_by_side(multiply, sums)
 
 
 def _per_row(of_rows: Any) -> Any:

@@ -104,10 +104,12 @@ class Launch:
         """Whether results leave from registers alone: memory for them would leave no room for a third stage of heads of 256."""
         return self.halves or (self.head_dim == 256 and self.stages > 2 and not self.combines)
 
-    def unpaired(self) -> "Launch":
-        """The same in one CTA, for the interpreter, which knows no other one's memory."""
+    def traced_for(self, interpret: Any) -> "Launch":
+        """The same for Pallas' interpreter, if that runs it: its CTAs share no memory, and its copies have no hints."""
+        if interpret is None:
+            return self
         row_blocks = -(-self.tokens * self.group // ROWS) if self.paired else self.row_blocks
-        return dataclasses.replace(self, paired=False, row_blocks=row_blocks)
+        return dataclasses.replace(self, paired=False, row_blocks=row_blocks, together=False, evict_first=False)
 
     @property
     def pair(self) -> bool:

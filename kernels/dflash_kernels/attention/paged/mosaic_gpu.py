@@ -104,9 +104,7 @@ def _attend(
         tuning, b=b, tokens=tokens, group=group, head_dim=head_dim, page_size=page_size, kv_heads=kv_heads,
         table_width=page_table.shape[1], has_sinks=sinks is not None, **dealt, **mask,
     )  # fmt: skip
-    if interpret is not None:
-        # The interpreter has no shared memory of other CTAs, and no hints.
-        launch = dataclasses.replace(launch.unpaired(), together=False, evict_first=False)
+    launch = launch.traced_for(interpret)
     integers = [array.astype(jnp.int32) for array in (page_table, seq_lens, q_lens)]
 
     def of_rows(of_heads: Array) -> Array:
@@ -130,7 +128,7 @@ def _attend(
     merge = tuning.merge or ("kernel" if launch.splits >= KERNEL_COMBINES else "xla")
     if k_scale is None or v_scale is None:
         # Of few rows a split in token order is as quick.
-        fragments = interpret is None and rows > FEW_ROWS and head_dim % 16 == 0 and not launch.halves
+        fragments = rows > FEW_ROWS and head_dim % 16 == 0 and not launch.halves
         if merge == "kernel" and not whole and fragments:
             launch = dataclasses.replace(launch, fragments=True)
         if launch.halves:
@@ -151,7 +149,7 @@ def _attend(
     if whole:
         return out.reshape(q.shape), lse
     if launch.fragments:
-        return combine.combine_fragments(out, parts_lse, sinks, tokens, group, q.dtype), lse
+        return combine.combine_fragments(out, parts_lse, sinks, tokens, group, q.dtype, interpret), lse
     if merge == "xla" or not combine.combines_rows(group, head_dim):
         return combine.combine_xla(out, parts_lse, sinks, tokens, group, q.dtype), lse
     return combine.combine_rows(out, parts_lse, sinks, tokens, group, q.dtype, interpret), lse

@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dflash_kernels.attention.paged.launch import ROWS, SWAPPED, Launch
-from dflash_kernels.attention.paged.schedule import PagedSchedule, combine_items, lse_of_items
+from dflash_kernels.attention.paged.schedule import PagedSchedule, lse_of_items
 from dflash_kernels.mosaic_gpu import epilogue, paged_kv, softmax
 from dflash_kernels.mosaic_gpu.combine import combine_cluster, combine_halves, combine_last, exchange_halves
 from dflash_kernels.mosaic_gpu.layouts import swizzled
@@ -82,7 +82,7 @@ def attention(
     return kernel(
         body,
         out_type=(out, jax.ShapeDtypeStruct((b, launch.kv_heads, launch.splits, rows), jnp.float32)),
-        scratch_types=scratch(launch, q.dtype, interpret),
+        scratch_types=scratch(launch, q.dtype),
         **paged_kv.grid(launch, b),
         num_threads=launch.warpgroups, thread_name="wg", compiler_params=_PARAMS, interpret=interpret,
     )(*given.values())  # fmt: skip
@@ -99,10 +99,10 @@ def attention_by_items(
     """
     b, rows = q.shape[0], launch.tokens * launch.group
     given = given_arrays(
-        q=q, k=k_pages, v=v_pages, slopes=slopes, items=schedule.items, table=table, seq_lens=seq_lens, q_lens=q_lens
-    )
-    counters = (schedule.arrived,) if interpret is None else ()
-    names = [*given, *(["arrived"] if counters else []), "o", "lse", "parts"]
+        q=q, k=k_pages, v=v_pages, slopes=slopes, items=schedule.items, table=table, seq_lens=seq_lens, q_lens=q_lens,
+        arrived=schedule.arrived,
+    )  # fmt: skip
+    names = [*given, "o", "lse", "parts"]
 
     def body(*refs, **buffers):
         named = dict(zip(names, refs, strict=True))
@@ -113,41 +113,34 @@ def attention_by_items(
         cta = Cta(launch, named, buffers, kv, named["lse"].at[item, kv.work.head], item, count)
         pl.when(count > 0)(functools.partial(_attend, cta))
 
-    out, lse, parts = kernel(
+    out, lse, _ = kernel(
         body,
         out_type=(
             jax.ShapeDtypeStruct((b, launch.tokens, launch.kv_heads, launch.group, launch.head_dim), q.dtype),
             jax.ShapeDtypeStruct((launch.items, launch.kv_heads, ROWS), jnp.float32),
             jax.ShapeDtypeStruct((launch.items, launch.kv_heads, rows, launch.head_dim), jnp.float32),
         ),
-        scratch_types=scratch(launch, q.dtype, interpret),
+        scratch_types=scratch(launch, q.dtype),
         grid=(launch.items, launch.kv_heads), grid_names=("item", "heads"),
         num_threads=1, thread_name="wg", compiler_params=_PARAMS, interpret=interpret,
-    )(*given.values(), *counters)  # fmt: skip
-    whole = lse_of_items(schedule.items, lse, b)
-    if interpret is not None:
-        out = combine_items(
-            schedule.items, parts.reshape(-1, launch.kv_heads, *q.shape[1::2], launch.head_dim), lse, whole, q.dtype
-        )
-    return out, whole[:, :, None]
+    )(*given.values())  # fmt: skip
+    return out, lse_of_items(schedule.items, lse, b)[:, :, None]
 
 
-def given_arrays(**arrays: jax.Array | None) -> dict[str, jax.Array]:
+def given_arrays(**arrays: Any) -> dict[str, Any]:
     return {name: array for name, array in arrays.items() if array is not None}
 
 
-def scratch(launch: Launch, dtype: Any, interpret: Any) -> dict[str, Any]:
+def scratch(launch: Launch, dtype: Any) -> dict[str, Any]:
     """Shared memory and barriers of one CTA."""
     buffers = paged_kv.ring(launch, dtype)
-    if interpret is not None:
-        buffers["p_sm"] = plgpu.SMEM((launch.warpgroups, ROWS, launch.keys), dtype)
     queries = (launch.warpgroups, ROWS, launch.width)
     buffers["q_sm"] = plgpu.SMEM(queries, dtype, transforms=swizzled(dtype, launch.width))
     if launch.pair:
         # What the other CTA writes to.
         buffers["swapped_sm"] = plgpu.SMEM((SWAPPED * (launch.head_dim // 4 + 4),), jnp.float32)
         return buffers
-    if launch.unstaged and interpret is None:
+    if launch.unstaged:
         return buffers
     return buffers | epilogue.scratch(launch, dtype)
 
@@ -204,11 +197,10 @@ def _attend(cta: Cta) -> None:
     if cta.launch.together:
         combine_cluster(cta.buffers["o_sm"].at[0], cta.buffers["lse_sm"], cta.out, rows=rows, parts=cta.launch.splits)
     elif cta.launch.items:
-        refs, arrived = cta.refs, None
-        if "arrived" in refs:
-            arrived = refs["arrived"].at[work.place.sequence * cta.launch.kv_heads + work.head]
+        refs, counter = cta.refs, work.place.sequence * cta.launch.kv_heads + work.head
         combine_last(
-            cta.buffers["o_sm"].at[0], cta.out, refs["parts"].at[:, work.head], refs["lse"].at[:, work.head], arrived,
+            cta.buffers["o_sm"].at[0], cta.out, refs["parts"].at[:, work.head], refs["lse"].at[:, work.head],
+            refs["arrived"].at[counter],
             cta.item, work.place.split, cta.count, rows=rows,
         )  # fmt: skip
 
@@ -263,8 +255,7 @@ def _step(cta: Cta, tile: Any, carry: Any, *, masked: bool) -> tuple[Any, Any, A
     values = _tile(cta, "v", tile)
     if masked:
         _clear_unused(cta, values, tile)
-    staged = cta.buffers["p_sm"].at[cta.work.warpgroup] if "p_sm" in cta.buffers else None
-    acc = add_values(acc, weights, values, staged)
+    acc = add_values(acc, weights, values)
     kv.release("v", tile, coming)
     return acc, row_max, row_sum
 
@@ -355,4 +346,4 @@ def _write(cta: Cta, out: Any, lse: Any) -> None:
     elif launch.direct:
         epilogue.write_through(launch, cta.refs, work, cta.buffers["o_sm"], out)
     else:
-        epilogue.write_split(launch, cta.refs, work, out, cta.buffers.get("o_sm"))
+        epilogue.write_split(launch, cta.refs, work, out)

@@ -30,7 +30,7 @@ from dflash_kernels.attention.paged.mosaic_gpu_sm90 import Cta, given_arrays, we
 from dflash_kernels.mosaic_gpu import combine, epilogue, paged_kv, softmax, tma
 from dflash_kernels.mosaic_gpu.layouts import swizzled
 from dflash_kernels.mosaic_gpu.queries import ask_for_rows, put_rows
-from dflash_kernels.mosaic_gpu.thread_op import MATRIX, ROW, interpreting, kernel
+from dflash_kernels.mosaic_gpu.thread_op import MATRIX, ROW, kernel
 from dflash_kernels.mosaic_gpu.wgmma import add_values, scores_of, side_by_side
 
 # A barrier at every access of shared memory, as is put in by default, is more than the hand-over of products needs: what copies and
@@ -67,13 +67,13 @@ def attention(
     return kernel(
         body,
         out_type=(out, jax.ShapeDtypeStruct((b, launch.kv_heads, launch.splits, rows), jnp.float32)),
-        scratch_types=scratch(launch, q.dtype, interpret),
+        scratch_types=scratch(launch, q.dtype),
         **paged_kv.grid(launch, b), **cluster,
         num_threads=2, thread_name="wg", compiler_params=_PARAMS, interpret=interpret,
     )(*given.values())  # fmt: skip
 
 
-def scratch(launch: Launch, dtype: Any, interpret: Any) -> dict[str, Any]:
+def scratch(launch: Launch, dtype: Any) -> dict[str, Any]:
     """Shared memory and barriers of one CTA. The first index is a warpgroup's, but for tiles that both read."""
     half, keys, stages = launch.head_dim // 2, launch.keys, launch.stages
     own = () if launch.paired else (2,)
@@ -89,10 +89,6 @@ def scratch(launch: Launch, dtype: Any, interpret: Any) -> dict[str, Any]:
     if launch.paired:
         return buffers | {"products": plgpu.SMEM((2, ROWS * keys), jnp.float32)}
     buffers["products"] = plgpu.SMEM((2, ROWS, keys), jnp.float32, transforms=swizzled(jnp.float32, keys))
-    if interpret is not None:
-        # The interpreter knows neither weights nor results from registers.
-        buffers["p_sm"] = plgpu.SMEM((2, ROWS, keys), dtype)
-        buffers["o_sm"] = plgpu.SMEM((2, ROWS, half), dtype if launch.direct else jnp.float32)
     return buffers
 
 
@@ -147,7 +143,7 @@ def _step(cta: Cta, tile: Any, carry: Any, *, masked: bool) -> tuple[Any, Any, A
     acc = softmax.rescaled(acc, alpha)
     if masked:
         _clear_unused(cta, values, tile)
-    acc = add_values(acc, weights.astype(values.dtype), values, _staged(cta))
+    acc = add_values(acc, weights.astype(values.dtype), values)
     _release(cta, "v", tile, coming)
     # Of this tile the other one has long had the products; the next one's may take their place.
     plgpu.barrier_wait(cta.buffers["taken_in"].at[cta.work.warpgroup])
@@ -172,7 +168,7 @@ def _flow(cta: Cta, carry: Any) -> Any:
     acc, weights, *statistics = work.walk(functools.partial(_overlapped, cta), carry, skip=1)
     values = kv.wait("v", work.last)
     _clear_unused(cta, values, work.last)
-    acc = add_values(acc, weights, values, _staged(cta))
+    acc = add_values(acc, weights, values)
     plgpu.barrier_wait(cta.buffers["taken_in"].at[work.warpgroup])
     return acc, *statistics[:2]
 
@@ -194,20 +190,14 @@ def _overlapped(cta: Cta, tile: Any, carry: Any, *, masked: bool) -> tuple[Any, 
     values = None if before is None else kv.wait("v", preceding)
 
     def multiply(total, sums):
-        sums[...] = acc
         # Past the last tile they are of whatever lies there, and nobody uses them.
-        plgpu.wgmma(total, _queries(cta), kv.held("k", following).transpose((1, 0)))
+        total.begin(_queries(cta), kv.held("k", following).transpose((1, 0)))
         if before is not None:
-            plgpu.wgmma(sums, before, values)
+            sums.begin(before, values)
         found = weigh(cta, tile, _take(cta, products), row_max, row_sum, masked=masked)
-        return sums[...], total[...], *found
+        return sums.read(), total.read(), *found
 
-    def interpreted():
-        sums = acc if before is None else add_values(acc, before, values, _staged(cta))
-        total = scores_of(_queries(cta), kv.held("k", following), launch.keys)
-        return sums, total, *weigh(cta, tile, _take(cta, products), row_max, row_sum, masked=masked)
-
-    found = side_by_side(multiply, ((ROWS, launch.keys), acc.shape), interpreted)
+    found = side_by_side(multiply, ((ROWS, launch.keys), acc))
     # Registers that a product reads must not be written while one is on its way: the assembler would then let none be.
     acc, products, weights, alpha, row_max, row_sum = lax.optimization_barrier(found)
     _release(cta, "k", following, coming)
@@ -228,11 +218,6 @@ def _overlapped(cta: Cta, tile: Any, carry: Any, *, masked: bool) -> tuple[Any, 
 
 def _queries(cta: Cta) -> Any:
     return cta.buffers["q_sm"].at[cta.work.warpgroup]
-
-
-def _staged(cta: Cta) -> Any:
-    """Shared memory for weights, in the interpreter."""
-    return cta.buffers["p_sm"].at[cta.work.warpgroup] if "p_sm" in cta.buffers else None
 
 
 def _give(cta: Cta, products: Any) -> None:
@@ -291,30 +276,8 @@ def _write(cta: Cta, half: Any, out: Any, lse: Any) -> None:
     if out is None:
         return
     column, width, rows = cta.kv.first_column, launch.head_dim // 2, launch.tokens * launch.group
-    if interpreting():
-        _write_interpreted(cta, out, pl.ds(column, width))
-    elif launch.direct:
+    if launch.direct:
         epilogue.store_columns(cta.out, out.astype(refs["o"].dtype), column, work.first_row, rows=rows)
     else:
         split = refs["o"].at[work.place.sequence, work.head, work.place.split]
         epilogue.store_split(split.at[:, pl.ds(column, width)], out, work.first_row)
-
-
-def _write_interpreted(cta: Cta, out: Any, columns: Any) -> None:
-    launch, work, o = cta.launch, cta.work, cta.refs["o"]
-    held = cta.buffers["o_sm"].at[work.warpgroup]
-    held[...] = out.astype(held.dtype)
-    plgpu.commit_smem()
-    if launch.direct:
-        group = launch.group
-        first = lax.div(work.first_row, jnp.int32(group))
-
-        @pl.loop(0, jnp.minimum(launch.tokens - first, max(ROWS // group, 1)))
-        def _(token):
-            target = o.at[work.place.sequence, first + token, work.head, :, columns]
-            plgpu.copy_smem_to_gmem(held.at[pl.ds(token * group, group)], target)
-    else:
-        rows = min(o.shape[3], ROWS)
-        target = o.at[work.place.sequence, work.head, work.place.split, pl.ds(work.first_row, rows), columns]
-        plgpu.copy_smem_to_gmem(held.at[pl.ds(0, rows)], target)
-    plgpu.wait_smem_to_gmem(0)

@@ -33,12 +33,12 @@ from dflash_kernels.mosaic_gpu.mask import places, spread
 from dflash_kernels.mosaic_gpu.pipeline import Ring
 from dflash_kernels.mosaic_gpu.softmax import FOLDED, LOG2E, partial_reduce
 from dflash_kernels.mosaic_gpu.thread_op import MATRIX, ROW, kernel
-from dflash_kernels.mosaic_gpu.wgmma import add_products, left_factor, side_by_side
+from dflash_kernels.mosaic_gpu.wgmma import add_products, scores_of, side_by_side
 
 _PIECE = 64  # keys whose weights and values a product takes at least
 
 
-def scratch(launch: Launch, dtype: Any, interpret: Any) -> dict[str, Any]:
+def scratch(launch: Launch, dtype: Any) -> dict[str, Any]:
     """Shared memory and barriers of one CTA."""
 
     def tiles(*shape: int) -> Any:
@@ -60,8 +60,6 @@ def scratch(launch: Launch, dtype: Any, interpret: Any) -> dict[str, Any]:
         buffers |= {"q_sm": q, "o_sm": plgpu.RefUnion(*out)}
     else:
         buffers |= {"q_sm": plgpu.RefUnion(q, *out)}
-    if interpret is not None:
-        buffers["p_sm"] = plgpu.SMEM((WARPGROUPS, ROWS, launch.keys), dtype)
     return buffers
 
 
@@ -114,7 +112,7 @@ def attention(
             jax.ShapeDtypeStruct((q.shape[0], launch.heads, launch.value_dim), q.dtype),
             jax.ShapeDtypeStruct((launch.heads, launch.blocks, BLOCK), jnp.float32),
         ),
-        scratch_types=scratch(launch, q.dtype, interpret),
+        scratch_types=scratch(launch, q.dtype),
         grid=(launch.ctas,), grid_names=("cta",), num_threads=WARPGROUPS + 1, thread_name="wg",
         # Row reductions of a matrix tile stay within a warp and need no scratch.
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
@@ -368,9 +366,6 @@ class Consumer:
     def _stage(self, block, done, tile):
         return self.keys.stage(done + tile - block.begin)
 
-    def _multiply_keys(self, scores, stage):
-        plgpu.wgmma(scores, self.buffers["q_sm"].at[self.wg], self.buffers["k_sm"].at[stage].transpose((1, 0)))
-
     def _first(self, block, done, tile, carry):
         """The first tile of keys, up to its weights."""
         acc, _, row_max, row_sum = carry
@@ -382,11 +377,7 @@ class Consumer:
         return (acc, *self._rest_of_weights(exponents, row_max, row_sum))
 
     def _scores(self, stage):
-        def multiply(scores):
-            self._multiply_keys(scores, stage)
-            return scores[...]
-
-        return pl.run_scoped(multiply, plgpu.ACC((ROWS, self.launch.keys), jnp.float32))
+        return scores_of(self.buffers["q_sm"].at[self.wg], self.buffers["k_sm"].at[stage], self.launch.keys)
 
     def _step(self, block, done, tile, carry, *, masked):
         """A tile of keys up to its weights, and the values of the tile before, which are multiplied beside its softmax."""
@@ -397,17 +388,13 @@ class Consumer:
         self.keys.consumer_wait(stage)
 
         def multiply(scores, sums):
-            sums[...] = acc
-            self._multiply_keys(scores, stage)
+            scores.begin(self.buffers["q_sm"].at[self.wg], self.buffers["k_sm"].at[stage].transpose((1, 0)))
             for piece, rows in self._pieces(weights, values):
-                plgpu.wgmma(sums, piece, rows)
-            found = weigh(lax.optimization_barrier(plgpu.wgmma_accumulator_load(scores, wait_n=len(weights))))
-            return (sums[...], *found)
+                sums.begin(piece, rows)
+            found = weigh(lax.optimization_barrier(scores.read(later=len(weights))))
+            return (sums.read(), *found)
 
-        def interpreted():
-            return (self._add_values(acc, weights, values), *weigh(self._scores(stage)))
-
-        found = side_by_side(multiply, ((ROWS, self.launch.keys), acc.shape), interpreted)
+        found = side_by_side(multiply, ((ROWS, self.launch.keys), acc))
         self.values.consumer_release(before)
         # Registers that a product reads must not be written while one is on its way: the assembler would then let none be.
         acc, alpha, exponents, row_max, row_sum = lax.optimization_barrier(found)
@@ -426,12 +413,10 @@ class Consumer:
 
     def _add_values(self, acc, weights, values):
         """`acc + weights @ values` with the weights and the sum in registers."""
-        staged = self.buffers["p_sm"].at[self.wg] if "p_sm" in self.buffers else None
 
         def multiply(sums):
-            for number, (piece, rows) in enumerate(self._pieces(weights, values)):
-                held = None if staged is None else staged.at[:, pl.ds(number * _PIECE, _PIECE)]
-                plgpu.wgmma(sums, left_factor(piece, held), rows)
+            for piece, rows in self._pieces(weights, values):
+                sums.begin(piece, rows)
 
         return add_products(acc, multiply)
 

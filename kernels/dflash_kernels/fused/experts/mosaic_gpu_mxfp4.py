@@ -57,10 +57,8 @@ def launch(
     chooses = x.shape[0] <= MOST_CHOOSING
     schedule = plan(x.shape[0], taken, count, hidden, inner, ctas, gate, chooses=chooses)
     given, logits = (None, None), logits.reshape(-1).astype(jnp.float32)
-    if not chooses and interpret is not None:
-        given = _chosen_by_definition(logits.reshape(-1, count), taken)
-    elif not chooses:
-        given = _choices(plan(x.shape[0], taken, count, hidden, inner, ctas, gate), logits)
+    if not chooses:
+        given = _choices(plan(x.shape[0], taken, count, hidden, inner, ctas, gate), logits, interpret)
     matrices = tuple(
         one for matrix, bias in ((gate_up, gate_up_bias), (down, down_bias))
         for one in (matrix.words.reshape(-1, PIECE), bias.reshape(-1))
@@ -71,18 +69,11 @@ def launch(
     return out.reshape(-1, *x.shape)
 
 
-def _chosen_by_definition(logits: Array, taken: int) -> tuple[Array, Array]:
-    from dflash_kernels.fused.experts.reference import chosen
-
-    experts, weights = chosen(logits, taken, CHOICE)
-    return experts.reshape(-1).astype(jnp.int32), weights.reshape(-1)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _choices(schedule: Mxfp4Plan, logits: Array) -> tuple[Array, Array]:
+@functools.partial(jax.jit, static_argnums=(0, 2))
+def _choices(schedule: Mxfp4Plan, logits: Array, interpret: Any) -> tuple[Array, Array]:
     from dflash_kernels.fused.experts.routing_sm90 import choices
 
-    return choices(schedule, CHOICE, logits)
+    return choices(schedule, CHOICE, logits, interpret)
 
 
 # Compiled as a function of its own, so that the layers of a model share one trace and one lowering of the kernel.

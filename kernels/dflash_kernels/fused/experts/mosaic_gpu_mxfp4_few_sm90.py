@@ -25,7 +25,6 @@ from dflash_kernels.mosaic_gpu.counters import announce, await_announced_by
 from dflash_kernels.mosaic_gpu.layouts import TILED, row_of
 from dflash_kernels.mosaic_gpu.mxfp4 import add_kept, gated_bias, keep, store_gated, widened
 from dflash_kernels.mosaic_gpu.pipeline import Ring, arrive_by_warps, div, rem
-from dflash_kernels.mosaic_gpu.thread_op import kernel
 from dflash_kernels.mosaic_gpu.tma import address_of, copied, copy_line, prefetch_rows
 from dflash_kernels.mosaic_gpu.wgmma import add_tiles, zeros
 
@@ -36,31 +35,17 @@ BIASES = {GATED: "gate_up_bias", DOWN: "down_bias"}
 # Launch
 
 
-def launch(
-    plan: Mxfp4Plan,
-    dtype: Any,
-    stages: tuple[str, ...],
-    names: tuple[str, ...],
-    outs: tuple[Any, ...],
-    interpret: Any = None,
-) -> Callable[..., Any]:
-    """See `mosaic_gpu_mxfp4_sm90`."""
-    results = [{GATED: "inner", DOWN: "out"}[stage] for stage in stages]
+def program(plan: Mxfp4Plan) -> Callable[..., None]:
+    """The CTA program, as `stages.launch` takes it."""
 
-    def body(*refs: Any, **buffers: Any) -> None:
+    def body(stages: Sequence[str], refs: Mapping[str, Any], buffers: Mapping[str, Any]) -> None:
         places = {name: address_of(one) for name, one in buffers.items() if name.endswith("_in")}
-        named = dict(zip((*names, *results), refs, strict=True))
-        run(Cta(plan, stages, named, buffers, places, lax.axis_index("cta")))
+        run(Cta(plan, stages, refs, buffers, places, lax.axis_index("cta")))
 
-    body.__name__ = "_".join(("mxfp4_experts_few", *stages))  # what profilers show
-    return kernel(
-        body, out_type=outs, scratch_types=_scratch(plan, dtype), grid=(plan.ctas,), grid_names=("cta",),
-        num_threads=plan.consumers + 2, thread_name="wg", compiler_params=plgpu.CompilerParams(approx_math=True),
-        interpret=interpret,
-    )  # fmt: skip
+    return body
 
 
-def _scratch(plan: Mxfp4Plan, dtype: Any) -> dict[str, Any]:
+def scratch(plan: Mxfp4Plan, dtype: Any) -> dict[str, Any]:
     """Shared memory and barriers of one CTA; those whose names end in "_in" are arrived at by address."""
     shared, consumers, width = plgpu.SMEM, plan.consumers, max(plan.hidden, plan.inner) // TILE
     return {
@@ -323,7 +308,7 @@ def finish(cta: Cta) -> None:
 def _load(cta: Cta, stage: str, group: Any, turn: Any) -> None:
     """The rows of a group, once they are there, to the buffer of its turn."""
     _, first, live = cta.group(group)
-    if stage == DOWN and "ready" in cta.refs:
+    if stage == DOWN:
         begin, end = cta.items(stage)
         count = cta.of_group(stage)
         own = jnp.minimum(end, (group + 1) * count) - jnp.maximum(begin, group * count)
@@ -350,8 +335,7 @@ def _epilogue(cta: Cta, product: Any, bias: Any, item: Item) -> None:
     if item.stage == GATED:
         where = tile * (TILE // 2), first, live
         store_gated(refs["inner"], product, bias, *where, alpha=plan.gate.alpha, limit=plan.gate.limit)
-        if "ready" in refs:
-            announce(refs["ready"], item.group)
+        announce(refs["ready"], item.group)
         return
     feature, out = tile * TILE, refs["out"].at[item.part]
     bias = bias.astype(jnp.float32) * jnp.where(item.part == 0, 1.0, 0.0)

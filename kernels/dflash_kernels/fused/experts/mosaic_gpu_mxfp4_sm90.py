@@ -7,8 +7,6 @@ exactly, and multiplies; the first one adds up what they have and runs the epilo
 has too few items for the GPU, its columns are cut into parts, whose results are added by whoever wants them.
 
 Where rows are so few that all their columns fit shared memory, `mosaic_gpu_mxfp4_few_sm90` does the same another way.
-
-Pallas' interpreter cannot make CTAs wait for each other: there each product is a launch of its own.
 """
 
 # pyright: reportAbstractUsage=false, reportPrivateImportUsage=false
@@ -28,11 +26,11 @@ from dflash_kernels.fused.experts import mosaic_gpu_mxfp4_few_sm90 as few
 from dflash_kernels.fused.experts.plan_mxfp4 import Mxfp4Plan
 from dflash_kernels.fused.experts.routing_sm90 import sort_entries
 from dflash_kernels.fused.experts.rows_sm90 import gather_rows, store_out
+from dflash_kernels.mosaic_gpu import stages
 from dflash_kernels.mosaic_gpu.counters import announce, await_announced
 from dflash_kernels.mosaic_gpu.layouts import TILED, row_of
 from dflash_kernels.mosaic_gpu.mxfp4 import add_kept, gated_bias, keep, store_gated, widened
 from dflash_kernels.mosaic_gpu.pipeline import Ring, div, rem
-from dflash_kernels.mosaic_gpu.thread_op import kernel
 from dflash_kernels.mosaic_gpu.tma import copied
 from dflash_kernels.mosaic_gpu.wgmma import add_tiles, zeros
 
@@ -58,44 +56,28 @@ def experts(
       matrices: pieces of the gated matrices' tiles `[pieces, 136]`, their biases `[E * 2F]`, and both of the second ones.
       ready: a Ref of `plan.groups` zeros or more that no other launch uses at the same time, and holds zeros afterwards.
     """
-    inner = jax.ShapeDtypeStruct((plan.entries, plan.inner), x.dtype)
-    out = jax.ShapeDtypeStruct((plan.parts, plan.top_k, plan.tokens, plan.hidden), jnp.float32)
-    given, names = ((entries,), ("entries",)) if weights is None else ((entries, weights), ("entries", "weights"))
-    gate_up, gate_up_bias, down, down_bias = matrices
-    first, last = ("gate_up", "gate_up_bias"), ("down", "down_bias")
-    made = few.launch if plan.resident else launch
-    if interpret is None:
-        both = made(plan, x.dtype, (GATED, DOWN), ("x", *names, *first, *last, "ready"), (inner, out))
-        return both(x, *given, *matrices, ready)[1]
-    between = made(plan, x.dtype, (GATED,), ("x", *names, *first), (inner,), interpret)
-    (between,) = between(x, *given, gate_up, gate_up_bias)
-    return made(plan, x.dtype, (DOWN,), ("inner", *names, *last), (out,), interpret)(between, *given, down, down_bias)[
-        0
-    ]
+    given = {"x": x, "entries": entries} | ({} if weights is None else {"weights": weights})
+    given |= dict(zip(("gate_up", "gate_up_bias", "down", "down_bias"), matrices, strict=True)) | {"ready": ready}
+    results = {
+        "inner": jax.ShapeDtypeStruct((plan.entries, plan.inner), x.dtype),
+        "out": jax.ShapeDtypeStruct((plan.parts, plan.top_k, plan.tokens, plan.hidden), jnp.float32),
+    }
+    name, body, memory = "mxfp4_experts_gated_down", program(plan), scratch(plan, x.dtype)
+    if plan.resident:
+        name, body, memory = "mxfp4_experts_few_gated_down", few.program(plan), few.scratch(plan, x.dtype)
+    return stages.launch(
+        body, name, (GATED, DOWN), given, results, interpret=interpret, scratch_types=memory, grid=(plan.ctas,),
+        grid_names=("cta",), num_threads=plan.consumers + 2, thread_name="wg",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+    )["out"]  # fmt: skip
 
 
-def launch(
-    plan: Mxfp4Plan,
-    dtype: Any,
-    stages: tuple[str, ...],
-    names: tuple[str, ...],
-    outs: tuple[Any, ...],
-    interpret: Any = None,
-) -> Callable[..., Any]:
-    results = [{GATED: "inner", DOWN: "out"}[stage] for stage in stages]
-
-    def body(*refs: Any, **buffers: Any) -> None:
-        run(Cta(plan, stages, dict(zip((*names, *results), refs, strict=True)), buffers, lax.axis_index("cta")))
-
-    body.__name__ = "_".join(("mxfp4_experts", *stages))  # what profilers show
-    return kernel(
-        body, out_type=outs, scratch_types=_scratch(plan, dtype), grid=(plan.ctas,), grid_names=("cta",),
-        num_threads=plan.consumers + 2, thread_name="wg", compiler_params=plgpu.CompilerParams(approx_math=True),
-        interpret=interpret,
-    )  # fmt: skip
+def program(plan: Mxfp4Plan) -> Callable[..., None]:
+    """The CTA program, as `stages.launch` takes it."""
+    return lambda stages, refs, buffers: run(Cta(plan, stages, refs, buffers, lax.axis_index("cta")))
 
 
-def _scratch(plan: Mxfp4Plan, dtype: Any) -> dict[str, Any]:
+def scratch(plan: Mxfp4Plan, dtype: Any) -> dict[str, Any]:
     """Shared memory and barriers of one CTA."""
 
     def ring(stages: int) -> tuple[Any, Any]:
@@ -225,7 +207,7 @@ def produce_activations(cta: Cta) -> None:
     def produce(stage: str, _items: Any, before: Any, group: Any, _tile: Any, part: Any) -> None:
         _, first, live = cta.group(group)
         source, count, width = cta.refs["x" if stage == GATED else "inner"], cta.steps(stage), plan.consumers * TILE
-        if stage == DOWN and "ready" in cta.refs:
+        if stage == DOWN:
             await_announced(cta.refs["ready"], group, given=plan.gated_tiles, taken=plan.down_tiles * plan.parts)
 
         def fill(step: Any, _: None) -> None:
@@ -297,8 +279,7 @@ def _epilogue(cta: Cta, product: Any, stage: str, group: Any, tile: Any, part: A
         bias, gate = gated_bias(cta.refs["gate_up_bias"], expert * cta.plan.gated_tiles + tile), cta.plan.gate
         where = tile * (TILE // 2), first, live
         store_gated(cta.refs["inner"], product, bias, *where, alpha=gate.alpha, limit=gate.limit)
-        if "ready" in cta.refs:
-            announce(cta.refs["ready"], group)
+        announce(cta.refs["ready"], group)
         return
     feature, out = tile * TILE, cta.refs["out"].at[part]
     bias = cta.refs["down_bias"].at[pl.ds(expert * cta.plan.hidden + feature, TILE)]

@@ -3,8 +3,6 @@
 Weights are the left operand of the matrix instruction and an expert's rows of x the right one, so that few rows waste nothing. The
 consumer warpgroup sorts the entries by expert, every CTA for itself, then multiplies. The weights' producer starts TMA copies into
 a ring and runs ahead across work items and across the two products; the activations' producer gathers rows with `cp.async`.
-
-Pallas' interpreter cannot make CTAs wait for each other: there each product is a launch of its own.
 """
 
 # Measured on an H200, worse: bringing the next layer's projections to the cache at the end (a step of 48 layers 3.21 ms, not 2.93).
@@ -25,11 +23,12 @@ from dflash_kernels.fused.experts.plan import BLOCK, ROWS, UNIT, Plan
 from dflash_kernels.fused.experts.routing_sm90 import sort_entries
 from dflash_kernels.fused.experts.rows_sm90 import gather_rows, store_out
 from dflash_kernels.mosaic_gpu import ptx as th
+from dflash_kernels.mosaic_gpu import stages
 from dflash_kernels.mosaic_gpu.counters import announce, await_announced
 from dflash_kernels.mosaic_gpu.layouts import TILED
 from dflash_kernels.mosaic_gpu.pipeline import Ring, div, rem
 from dflash_kernels.mosaic_gpu.softmax import sigmoid
-from dflash_kernels.mosaic_gpu.thread_op import GLOBAL, MATRIX, SCALAR, kernel, thread_op
+from dflash_kernels.mosaic_gpu.thread_op import GLOBAL, MATRIX, SCALAR, thread_op
 from dflash_kernels.mosaic_gpu.tma import copied, prefetch_rows
 
 GATED, DOWN = "gated", "down"
@@ -53,36 +52,22 @@ def experts(
     `ready` is a Ref of `plan.groups` zeros or more that no other launch uses at the same time, and holds zeros afterwards. Where
     the plan chooses, `entries` are the logits `[T * E]` and `weights` None.
     """
-    inner = jax.ShapeDtypeStruct((plan.entries, plan.inner), x.dtype)
-    out = jax.ShapeDtypeStruct((plan.top_k, plan.tokens, plan.hidden), jnp.float32)
-    given, names = ((entries,), ("entries",)) if weights is None else ((entries, weights), ("entries", "weights"))
-    if interpret is None:
-        both = _launch(plan, x.dtype, (GATED, DOWN), ("x", *names, "gate_up", "down", "ready"), (inner, out))
-        return both(x, *given, gate_up, down, ready)[1]
-    between = _launch(plan, x.dtype, (GATED,), ("x", *names, "gate_up"), (inner,), interpret)
-    (between,) = between(x, *given, gate_up)
-    last = _launch(plan, x.dtype, (DOWN,), ("inner", *names, "down"), (out,), interpret)
-    return last(between, *given, down)[0]
+    given = {"x": x, "entries": entries} | ({} if weights is None else {"weights": weights})
+    given |= {"gate_up": gate_up, "down": down, "ready": ready}
+    results = {
+        "inner": jax.ShapeDtypeStruct((plan.entries, plan.inner), x.dtype),
+        "out": jax.ShapeDtypeStruct((plan.top_k, plan.tokens, plan.hidden), jnp.float32),
+    }
+    return stages.launch(
+        program(plan), "experts_gated_down", (GATED, DOWN), given, results, interpret=interpret,
+        scratch_types=_scratch(plan, x.dtype), grid=(plan.ctas,), grid_names=("cta",), num_threads=3, thread_name="wg",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+    )["out"]  # fmt: skip
 
 
-def _launch(
-    plan: Plan,
-    dtype: Any,
-    stages: tuple[str, ...],
-    names: tuple[str, ...],
-    outs: tuple[Any, ...],
-    interpret: Any = None,
-) -> Callable[..., Any]:
-    results = [{GATED: "inner", DOWN: "out"}[stage] for stage in stages]
-
-    def body(*refs: Any, **buffers: Any) -> None:
-        run(Cta(plan, stages, dict(zip((*names, *results), refs, strict=True)), buffers, lax.axis_index("cta")))
-
-    body.__name__ = "_".join(("experts", *stages))  # what profilers show
-    return kernel(
-        body, out_type=outs, scratch_types=_scratch(plan, dtype), grid=(plan.ctas,), grid_names=("cta",), num_threads=3,
-        thread_name="wg", compiler_params=plgpu.CompilerParams(approx_math=True), interpret=interpret,
-    )  # fmt: skip
+def program(plan: Plan) -> Callable[..., None]:
+    """The CTA program, as `stages.launch` takes it."""
+    return lambda stages, refs, buffers: run(Cta(plan, stages, refs, buffers, lax.axis_index("cta")))
 
 
 def _scratch(plan: Plan, dtype: Any) -> dict[str, Any]:
@@ -204,8 +189,6 @@ def _ask_for_shared(cta: Cta) -> None:
     """The expert that every token takes is on its way to the L2 while entries are sorted: each CTA asks for some of its rows."""
     plan = cta.plan
     for name, rows in (("gate_up", 2 * plan.inner), ("down", plan.hidden)):
-        if name not in cta.refs:
-            continue
         # Both are multiples of 128, so parts of a power of two leave none out.
         part = min(1 << (-(-rows // plan.ctas) - 1).bit_length(), 128)
         turns = -(-rows // (part * plan.ctas))
@@ -226,7 +209,7 @@ def produce_activations(cta: Cta) -> None:
     def produce(stage: str, before: Any, group: Any, _tile: Any) -> None:
         _, first, live = cta.group(group)
         source = cta.refs["x" if stage == GATED else "inner"]
-        if stage == DOWN and "ready" in cta.refs:
+        if stage == DOWN:
             await_announced(cta.refs["ready"], group, given=plan.gated_tiles, taken=plan.down_tiles)
 
         def fill(x_tile: Any, _: None) -> None:
@@ -281,8 +264,7 @@ def _work_item(cta: Cta, stage: str, before: Any, group: Any, tile: Any) -> None
         inner, rows = upper * sigmoid(upper) * lower, cta.plan.gated_rows
         feature = cta.first_feature(tile)
         store_inner(cta.refs["inner"], inner.astype(cta.refs["inner"].dtype), first, live, feature, rows=rows)
-        if "ready" in cta.refs:
-            announce(cta.refs["ready"], group)
+        announce(cta.refs["ready"], group)
         return
     order, shares = cta.buffers["sorted"], cta.buffers["shares"]
     for half, product in enumerate((upper, lower)):

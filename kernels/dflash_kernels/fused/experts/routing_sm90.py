@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 
 from dflash_kernels.core.device import WARP, WARPGROUP
 from dflash_kernels.fused.experts.plan import LOOK, Choice, Plan
@@ -21,7 +22,7 @@ _SIGN = 1 << 31
 _PLACES = 1 << 16  # more than entries: what is packed above them counts groups
 
 
-def choices(plan: Plan, choice: Choice, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+def choices(plan: Plan, choice: Choice, logits: jax.Array, interpret: Any = None) -> tuple[jax.Array, jax.Array]:
     """Experts and weights of all entries, `[T * k]` each, of logits `[T * E]`: a launch of its own, for many tokens."""
 
     def body(logits: Any, entries: Any, weights: Any) -> None:
@@ -29,14 +30,28 @@ def choices(plan: Plan, choice: Choice, logits: jax.Array) -> tuple[jax.Array, j
 
     body.__name__ = "choose_experts"
     kinds = jax.ShapeDtypeStruct((plan.entries,), jnp.int32), jax.ShapeDtypeStruct((plan.entries,), jnp.float32)
-    chosen, weights = kernel(body, out_type=kinds, grid=(-(-plan.tokens // _WARPS),), grid_names=("cta",))(logits)
-    return chosen, weights
+    grid = {"grid": (-(-plan.tokens // _WARPS),), "grid_names": ("cta",)}
+    experts, weights = kernel(body, out_type=kinds, **grid, interpret=interpret)(logits)
+    return experts, weights
 
 
 # Router: a warp takes a token, its lanes a part of the logits each
 
 
-@thread_op(args=(GLOBAL, GLOBAL, GLOBAL, SCALAR))
+def _tokens_chosen(logits: Any, entries: Any, weights: Any, cta: Any, *, plan: Plan, choice: Choice) -> None:
+    for warp in range(_WARPS):
+        token = cta * _WARPS + warp
+
+        @pl.when(token < plan.tokens)
+        def _(token: Any = token) -> None:
+            one = logits[pl.ds(token * plan.experts, plan.experts)][None]
+            for target, (found,) in zip(
+                (entries, weights), chosen(one, plan.top_k - int(choice.shared), choice), strict=True
+            ):
+                target[pl.ds(token * plan.top_k, plan.top_k)] = found.astype(target.dtype)
+
+
+@thread_op(args=(GLOBAL, GLOBAL, GLOBAL, SCALAR), interpret=_tokens_chosen)
 def _choose_tokens(logits: Any, entries: Any, weights: Any, cta: Any, *, plan: Plan, choice: Choice) -> None:
     lane, warp = _lane_and_warp()
     token = th.add(th.mul(cta, _WARPS), warp)

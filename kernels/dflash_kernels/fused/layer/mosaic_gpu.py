@@ -97,9 +97,9 @@ def launch_products(
     _refuse_stream(made, x.shape[0], layer.stream)
     if exchange is not None and exchange.shape != (made.mailbox.words,):
         raise ValueError(f"the exchange must have {made.mailbox.words} words for these shapes, not {exchange.shape}")
-    _refuse_ranks(made, ranks, axis, interpret)
+    _refuse_ranks(made, ranks, axis)
     inputs = {"x": x, **layer.inputs()}
-    if ahead is not None and interpret is None:
+    if ahead is not None:
         inputs["ahead"] = as_stored(ahead)
     return _run_products(made, inputs, exchange, interpret, ranks)
 
@@ -133,7 +133,7 @@ def launch_layer(
         table_width=table_width, scale=scale, stages=stages, splits=splits, page_itemsize=k_pages.dtype.itemsize,
     )  # fmt: skip
     _refuse_stream(made, rows, layer.stream)
-    _refuse_ranks(made, ranks, axis, interpret)
+    _refuse_ranks(made, ranks, axis)
     inputs = heads.inputs() | layer.inputs()
     if not causal:
         # No part of the plan: a target and its drafter share kernels, which take seconds to lower. Nor an array of its own, which
@@ -166,14 +166,12 @@ def _refuse_stream(made: Plan, rows: int, stream: Array) -> None:
         raise NotImplementedError(f"takes a stream of {made.tokens} columns for {rows} rows, not {stream.shape[1]}")
 
 
-def _refuse_ranks(made: Plan, ranks: RankExchange | None, axis: str | None, interpret: Any) -> None:
+def _refuse_ranks(made: Plan, ranks: RankExchange | None, axis: str | None) -> None:
     """Raises NotImplementedError for GPUs that share a layer without memory to meet in."""
     if axis is not None and ranks is None:
         raise NotImplementedError("needs memory for exchanges with the other GPUs")
     if ranks is None:
         return
-    if interpret is not None:
-        raise NotImplementedError("the interpreter has no other GPUs")
     if ranks.area.shape[2:] != (places := (2 * made.reducers, ROWS * made.tokens)):
         raise ValueError(f"exchanges of {ranks.area.shape[2:]} places and words must be of {places}")
 

@@ -11,6 +11,7 @@ from dflash_kernels.core.layouts import interleave_columns
 from dflash_kernels.core.rank_exchange import RankExchange
 from dflash_kernels.fused import gemm_chain
 from dflash_kernels.fused.plan import Plan
+from dflash_kernels.mosaic_gpu.mailbox import given_or_own
 
 
 def layer_chain(
@@ -29,12 +30,12 @@ def layer_chain(
       The residual stream `[hidden, tokens]` float32, and the next projection `[live, features]`, None without `next`.
     """
     dtype = inputs["x"].dtype
-    if plan.is_8bit and interpret is None:
+    if plan.is_8bit:
         inputs = inputs | {"x": interleave_columns(inputs["x"])}
 
-    inputs, mailboxes = gemm_chain.with_ranks(inputs, {"mailbox": mailbox}, ranks)
+    inputs, mailboxes = gemm_chain.with_ranks(inputs, {"mailbox": given_or_own(mailbox, plan.mailbox.words)}, ranks)
     found = gemm_chain.launch(
-        gemm_chain.program(plan), "layer_chain", plan, gemm_chain.stages_of(plan), inputs, mailboxes,
-        gemm_chain.outputs(plan, dtype), gemm_chain.scratch(plan, dtype, inputs["o"].dtype), interpret,
+        gemm_chain.program(plan), "layer_chain", plan, plan.products, inputs, mailboxes, dtype,
+        gemm_chain.scratch(plan, dtype, inputs["o"].dtype), interpret,
     )  # fmt: skip
     return found["stream"], found["projected"] if "next" in inputs else None

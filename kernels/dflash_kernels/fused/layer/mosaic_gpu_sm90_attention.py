@@ -30,10 +30,11 @@ from dflash_kernels.fused.plan import BLOCK, HEAD_DIM, KEYS, REACH, TILE_ROWS, A
 from dflash_kernels.mosaic_gpu import combine, softmax
 from dflash_kernels.mosaic_gpu.convert import widen_tile
 from dflash_kernels.mosaic_gpu.layouts import tiled
+from dflash_kernels.mosaic_gpu.mailbox import given_or_own
 from dflash_kernels.mosaic_gpu.mask import spread
 from dflash_kernels.mosaic_gpu.pipeline import div, rem
 from dflash_kernels.mosaic_gpu.softmax import LOG2E
-from dflash_kernels.mosaic_gpu.thread_op import MATRIX, ROW, interpreting
+from dflash_kernels.mosaic_gpu.thread_op import MATRIX, ROW
 from dflash_kernels.mosaic_gpu.tma import touch_row
 from dflash_kernels.mosaic_gpu.wgmma import add_values
 
@@ -44,9 +45,9 @@ K, V = range(2)
 # Launch
 
 
-def scratch(attention: Attention, plan: Plan, dtype: Any, weights: Any, interpret: Any) -> dict[str, Any]:
+def scratch(attention: Attention, plan: Plan, dtype: Any, weights: Any) -> dict[str, Any]:
     """Shared memory and barriers of one CTA. Tiles of keys and values lie in the memory of the weights' ring, `rings`."""
-    kind, interpreted = jnp.float16 if attention.stages_8bit else dtype, interpret is not None
+    kind = jnp.float16 if attention.stages_8bit else dtype
     # Whoever widens tiles fills a stage by itself, when the copies of a tile as it comes have completed another barrier.
     full, empty = gemm_chain.ring_barriers(attention.stages, 1 if attention.stages_8bit else attention.copies)
     ring = (full, empty)
@@ -57,25 +58,21 @@ def scratch(attention: Attention, plan: Plan, dtype: Any, weights: Any, interpre
         "new_sm": plgpu.SMEM((2, attention.staged, HEAD_DIM), kind), "asked": plgpu.Barrier(), "attended": plgpu.Barrier(),
         "k_ring": ring, "v_ring": ring,
     }  # fmt: skip
-    if interpreted:
-        buffers["p_sm"] = plgpu.SMEM((KEYS, KEYS), kind)
     rings = {"kv_sm": plgpu.SMEM((attention.tiles(plan), TILE_ROWS, BLOCK), kind, transforms=tiled(kind))}
     if attention.stages_8bit:
         shape = (2 * attention.tiles(plan), KEYS, HEAD_DIM)
         rings["kv_8bit_sm"] = plgpu.SMEM(shape, jnp.float8_e4m3fn, transforms=tiled(jnp.float8_e4m3fn))
-    if interpreted:
-        return buffers | rings
     return buffers | {"rings": plgpu.RefUnion(buffers.pop("w_sm"), *rings.values())}
 
 
-def outputs(attention: Attention, plan: Plan, dtype: Any) -> dict[str, jax.ShapeDtypeStruct]:
-    """What the kernel writes; what the products write, and between attention and them what else goes through mailboxes."""
-    width = attention.kv_heads * attention.group * HEAD_DIM
-    return gemm_chain.outputs(plan, dtype) | {
-        "x": jax.ShapeDtypeStruct((plan.live, width), dtype),
-        "attended": jax.ShapeDtypeStruct((attention.work_items, attention.rows, HEAD_DIM), jnp.float32),
-        "lses": jax.ShapeDtypeStruct((attention.work_items, KEYS), jnp.float32),
-    }
+def mailboxes_of(attention: Attention, plan: Plan, given: Any) -> dict[str, Any]:
+    """The given mailboxes by name, or where there are none some that are used once."""
+    shapes = {
+        "mailbox": (plan.mailbox.words,), "attended": (attention.work_items, attention.rows, HEAD_DIM),
+        "lses": (attention.work_items, KEYS), "x": (plan.live, attention.kv_heads * attention.group * HEAD_DIM // 2),
+    }  # fmt: skip
+    given = given or (None,) * len(shapes)
+    return {name: given_or_own(one, *shapes[name]) for name, one in zip(shapes, given, strict=True)}
 
 
 def attention_chain(
@@ -99,17 +96,15 @@ def attention_chain(
     """
     dtype = inputs["qkv"].dtype
     aliased = {name: aliased_ref(pool) for name, pool in pools.items()}
-    given: dict[str, Any] = dict(zip(("mailbox", "attended", "lses", "x"), mailboxes or (None,) * 4, strict=True))
 
     def body(stages: Sequence[Any], refs: dict[str, Any], buffers: dict[str, Any]) -> None:
-        rings = buffers.pop("rings", ())
-        buffers |= dict(zip(("w_sm", "kv_sm", "kv_8bit_sm"), rings, strict=False))
+        buffers |= dict(zip(("w_sm", "kv_sm", "kv_8bit_sm"), buffers.pop("rings"), strict=False))
         run(attention, plan, stages, refs, buffers)
 
-    inputs, given = gemm_chain.with_ranks(inputs | aliased, given, ranks)
+    inputs, given = gemm_chain.with_ranks(inputs | aliased, mailboxes_of(attention, plan, mailboxes), ranks)
     found = gemm_chain.launch(
-        body, "attention_chain", plan, (ATTEND, COMBINE, *gemm_chain.stages_of(plan)), inputs, given,
-        outputs(attention, plan, dtype), scratch(attention, plan, dtype, inputs["o"].dtype, interpret), interpret,
+        body, "attention_chain", plan, (ATTEND, COMBINE, *plan.products), inputs, given, dtype,
+        scratch(attention, plan, dtype, inputs["o"].dtype), interpret,
     )  # fmt: skip
     written = {name: freeze_aliased(ref) for name, ref in aliased.items()}
     return found["stream"], found["projected"] if "next" in inputs else None, written
@@ -122,13 +117,11 @@ def run(attention: Attention, plan: Plan, stages: Sequence[Any], refs: dict[str,
     """Attention's share of two warpgroups, then the products; see `gemm_chain.run`."""
     index = lax.axis_index("cta")
     products = [stage for stage in stages if stage not in (ATTEND, COMBINE)]
-    overlap = gemm_chain.Overlap()
     of_split = functools.partial(_of_split, attention, refs, buffers, index)
-    if not interpreting():
-        overlap = gemm_chain.Overlap(
-            acquire=functools.partial(_acquire_weights, attention.kept(plan), buffers), first_in_mailbox=True,
-            after=lambda product: _empty_heads(product, of_split),
-        )  # fmt: skip
+    overlap = gemm_chain.Overlap(
+        acquire=functools.partial(_acquire_weights, attention.kept(plan), buffers), first_in_mailbox=True,
+        after=lambda product: _empty_heads(product, of_split),
+    )  # fmt: skip
     warpgroup = lax.axis_index("wg")
     pl.when(warpgroup == 0)(lambda: _consume(stages, buffers, of_split, plan.eps))
     pl.when(warpgroup == 2)(lambda: _produce(attention, stages, buffers, of_split, index))
@@ -146,9 +139,10 @@ def _consume(stages: Sequence[Any], buffers: Mapping[str, Any], of_split: Callab
 def _produce(
     attention: Attention, stages: Sequence[Any], buffers: Mapping[str, Any], of_split: Callable[..., None], index: Any
 ) -> None:
-    if ATTEND not in stages:
-        return
     started = functools.partial(_weights_may_start, buffers)
+    if ATTEND not in stages:
+        started()
+        return
     produce = produce_8bit if attention.stages_8bit else produce_16bit
     of_split(lambda split: produce(split, started))
     pl.when(index >= attention.work_items)(started)
@@ -433,10 +427,9 @@ def _step(split: Split, tile: Any, carry: tuple[Any, ...], *, plain: bool) -> tu
         scores = jnp.where(_mask(split, tile), scores, -jnp.inf)
     weights, alpha, row_max, row_sum = softmax.online_step(scores, row_max, row_sum, scale_log2)
     weights = weights.astype(split.buffers["kv_sm"].dtype)
-    staged = split.buffers.get("p_sm")
     values = _blocks_of(split, V, tile, plain)
     accs = [softmax.rescaled(acc, alpha) for acc in accs]
-    accs = [add_values(acc, weights, block, staged) for acc, block in zip(accs, values, strict=True)]
+    accs = [add_values(acc, weights, block) for acc, block in zip(accs, values, strict=True)]
     split.release(V, tile)
     return (*accs, row_max, row_sum)
 

@@ -97,10 +97,11 @@ def launch(
 def _run(plan: Plan, inputs: dict[str, Array], exchange: Any, interpret: Any) -> Array:
     # Not at the top: other machines need neither Pallas nor the time its import takes.
     from dflash_kernels.fused import gemm_chain
+    from dflash_kernels.mosaic_gpu.mailbox import given_or_own
 
     dtype = inputs["gated"].dtype
     found = gemm_chain.launch(
-        gemm_chain.program(plan), "linear_chain", plan, gemm_chain.stages_of(plan), inputs, {"mailbox": exchange},
-        gemm_chain.outputs(plan, dtype), gemm_chain.scratch(plan, dtype, dtype), interpret,
+        gemm_chain.program(plan), "linear_chain", plan, plan.products, inputs,
+        {"mailbox": given_or_own(exchange, plan.mailbox.words)}, dtype, gemm_chain.scratch(plan, dtype, dtype), interpret,
     )  # fmt: skip
     return found["projected"]

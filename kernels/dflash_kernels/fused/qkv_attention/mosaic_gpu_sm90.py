@@ -44,7 +44,6 @@ from dflash_kernels.mosaic_gpu.thread_op import (
     ROW,
     SCALAR,
     WORDS,
-    interpreting,
     kernel,
     thread_op,
 )
@@ -69,9 +68,7 @@ def attention(
         `seq_lens`, `q_lens`.
       pools: `k` and `v`, written in place.
     """
-    if interpret is not None:
-        # The interpreter has no shared memory of other CTAs.
-        launch = dataclasses.replace(launch, together=False, evict_first=False, fragments=False)
+    launch = launch.traced_for(interpret)
     b, rows, whole = shapes.sequences, -(-shapes.rows // 8) * 8, launch.direct or launch.together
     shape = (b, launch.tokens, launch.kv_heads, launch.group) if whole else (b, launch.kv_heads, launch.splits, rows)
     made = {"o": jax.ShapeDtypeStruct((*shape, HEAD_DIM), jnp.bfloat16 if whole else jnp.float32)}
@@ -88,31 +85,26 @@ def attention(
     out, *lse = kernel(
         body,
         out_type=tuple(made.values()),
-        scratch_types=scratch(launch, jnp.bfloat16, interpret),
+        scratch_types=scratch(launch, jnp.bfloat16),
         **paged_kv.grid(launch, b), num_threads=1, thread_name="wg",
         # Row reductions of a matrix tile stay within a warp: no scratch, which two CTAs on a multiprocessor have no room for.
         # Nothing here relies on barriers of the compiler's own, of which it would put two around every refill of the ring.
-        compiler_params=plgpu.CompilerParams(
-            approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=interpret is None
-        ),
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0, unsafe_no_auto_barriers=True),
         interpret=interpret,
     )(*inputs.values(), *held.values())  # fmt: skip
     if not whole:
-        merge = combine_fragments if launch.fragments else combine_xla
-        out = merge(out, lse[0], None, launch.tokens, launch.group, jnp.bfloat16)
+        given = out, lse[0], None, launch.tokens, launch.group, jnp.bfloat16
+        out = combine_fragments(*given, interpret) if launch.fragments else combine_xla(*given)
     return out.reshape(b, launch.tokens, -1, HEAD_DIM), freeze_aliased(held["k"]), freeze_aliased(held["v"])
 
 
-def scratch(launch: Launch, dtype: Any, interpret: Any) -> dict[str, Any]:
-    """Shared memory and barriers of one CTA. The output leaves from registers, but not in the interpreter."""
+def scratch(launch: Launch, dtype: Any) -> dict[str, Any]:
+    """Shared memory and barriers of one CTA. The output leaves from registers."""
     queries = plgpu.SMEM((1, 2 * ROWS, _HALF), dtype, transforms=TILED)
     buffers = paged_kv.ring(launch, dtype) | {"q_sm": queries}
     if launch.pair:
         # What the other CTA writes to.
         buffers["swapped_sm"] = plgpu.SMEM((SWAPPED * (launch.head_dim // 4 + 4),), jnp.float32)
-    if interpret is not None:
-        buffers["p_sm"] = plgpu.SMEM((1, ROWS, launch.keys), dtype)
-        buffers |= epilogue.scratch(launch, dtype)
     return buffers
 
 
@@ -162,16 +154,19 @@ def put_queries(
     shapes: Attention, eps: float, refs: Mapping[str, Any], loads: list[Any], target: Any, sequence: Any, head: Any
 ) -> None:
     """Normed, rotated queries of a KV head to `target [2 * 64, 64]`, a block of columns below the other."""
-    if interpreting():
-        names = ("qkv", "cos", "sin", "q_norm")
-        heads.load_queries(*[refs.get(name) for name in names], sequence, head, target, shapes=shapes, eps=eps)
-        return
     queries, _, turn, weights = _parts(shapes, loads)
-    _put_queries(target, [*queries, *turn, *weights[:2]], shapes=shapes, eps=eps)
+    given = [*[refs.get(name) for name in ("qkv", "cos", "sin", "q_norm")], sequence, head]
+    _put_queries(target, [*queries, *turn, *weights[:2]], given, shapes=shapes, eps=eps)
 
 
-@thread_op(args=(heads.TILES, WORDS.layout))
-def _put_queries(target: Any, loads: list[Any], *, shapes: Attention, eps: float) -> None:
+def _queries_put(target: Any, loads: list[Any], given: list[Any], **options: Any) -> None:
+    del loads  # in the interpreter there are none
+    heads.load_queries(*given, target, **options)
+
+
+@thread_op(args=(heads.TILES, WORDS.layout, None), interpret=_queries_put)
+def _put_queries(target: Any, loads: list[Any], given: None, *, shapes: Attention, eps: float) -> None:
+    del given
     words = [th.as_words(array) for array in loads]
     _, place = heads.line_and_place()
     rows = 2 * _rows_of_thread(shapes)
@@ -193,19 +188,24 @@ def put_new(
 
     `pages`: of the first new token's tile and of the next one; `limits[0]`: position of the first new token.
     """
-    pools = [refs["k"], refs["v"]]
-    if interpreting():
-        given = [refs.get(name) for name in ("qkv", "cos", "sin", "k_norm", "table")]
-        heads.write_new(*given, pools, None, None, sequence, head, limits, shapes=shapes, eps=eps)
-        return
     _, new, turn, weights = _parts(shapes, loads)
-    _put_new(pools, head, limits, pages, [*new, *turn, *weights[2:]], shapes=shapes, eps=eps)
+    given = [*[refs.get(name) for name in ("qkv", "cos", "sin", "k_norm", "table")], sequence]
+    pools, loads = [refs["k"], refs["v"]], [*new, *turn, *weights[2:]]
+    _put_new(pools, head, limits, pages, loads, given, shapes=shapes, eps=eps)
 
 
-@thread_op(args=(GLOBAL, SCALAR, SCALAR, SCALAR, WORDS.layout))
+def _new_put(pools: Any, head: Any, limits: Any, pages: Any, loads: Any, given: list[Any], **options: Any) -> None:
+    del pages, loads  # in the interpreter there are none
+    *arrays, sequence = given
+    heads.write_new(*arrays, pools, None, None, sequence, head, limits, **options)
+
+
+@thread_op(args=(GLOBAL, SCALAR, SCALAR, SCALAR, WORDS.layout, None), interpret=_new_put)
 def _put_new(
-    pools: list[Any], head: Any, limits: list[Any], pages: list[Any], loads: list[Any], *, shapes: Attention, eps: float
-) -> None:
+    pools: list[Any], head: Any, limits: list[Any], pages: list[Any], loads: list[Any], given: None, *, shapes: Attention,
+    eps: float,
+) -> None:  # fmt: skip
+    del given
     words = [th.as_words(array) for array in loads]
     (line, _), lines = heads.line_and_place(), _lines(shapes)
     leads = th.compare(th.rem(line, lines), "eq", 0)
@@ -380,19 +380,13 @@ def _next_tile(cta: Cta, index: Any, carry: Any, *, masked: bool) -> tuple[Any, 
     values, keys = kv.wait("v", tile - cta.work.stride), kv.wait("k", tile)
 
     def multiply(scores, sums):
-        sums[...] = acc
         multiply_blocks(scores, cta.query_blocks, keys)
-        plgpu.wgmma(sums, weights, values)
-        held = lax.optimization_barrier(plgpu.wgmma_accumulator_load(scores, wait_n=1))
+        sums.begin(weights, values)
+        held = lax.optimization_barrier(scores.read(later=1))
         found = lax.optimization_barrier(_weigh(cta, tile, held, row_max, row_sum, masked=masked))
-        return (sums[...], *found)
+        return (sums.read(), *found)
 
-    def interpreted():
-        scores = scores_of_blocks(cta.query_blocks, keys, cta.launch.keys)
-        found = _weigh(cta, tile, scores, row_max, row_sum, masked=masked)
-        return (add_values(acc, weights, values, cta.buffers["p_sm"].at[0]), *found)
-
-    found = side_by_side(multiply, ((ROWS, KEYS), acc.shape), interpreted)
+    found = side_by_side(multiply, ((ROWS, KEYS), acc))
     # Registers that a product reads must not be written while one is on its way: the assembler would then let none be.
     acc, weights, alpha, row_max, row_sum = lax.optimization_barrier(found)
     acc = softmax.rescaled(acc, alpha)
@@ -408,8 +402,7 @@ def _last_values(cta: Cta, index: Any, carry: Any) -> tuple[Any, ...]:
     # Rows past the sequence: their weight is 0, and 0 * NaN is NaN.
     live = cta.work.kv_len - tile * KEYS
     pl.when(live < KEYS)(lambda: paged_kv.clear_rows(values, live))
-    staged = cta.buffers["p_sm"].at[0] if "p_sm" in cta.buffers else None
-    return add_values(acc, weights, values, staged), weights, row_max, row_sum
+    return add_values(acc, weights, values), weights, row_max, row_sum
 
 
 def _weigh(cta: Cta, tile: Any, scores: Any, row_max: Any, row_sum: Any, *, masked: bool) -> tuple[Any, ...]:
@@ -449,7 +442,7 @@ def _refill(cta: Cta, coming: dict[str, tuple[Any, list[Any]]]) -> None:
 
 def _write(cta: Cta, out: Any, lse: Any) -> None:
     launch, work = cta.launch, cta.work
-    if not interpreting() and launch.direct:
+    if launch.direct:
         _store(cta, out, jnp.int32(0))
         return
     if "lse" in cta.refs:
@@ -457,7 +450,7 @@ def _write(cta: Cta, out: Any, lse: Any) -> None:
         row.at[pl.ds(work.first_row, ROWS)][...] = lse
     if out is None:
         return
-    epilogue.write_split(launch, cta.refs, work, out, cta.buffers.get("o_sm"))
+    epilogue.write_split(launch, cta.refs, work, out)
 
 
 def _store(cta: Cta, out: Any, column: Any) -> None:

@@ -19,6 +19,7 @@ from dflash_kernels.mosaic_gpu.convert import FLOAT8_SHIFT
 from dflash_kernels.mosaic_gpu.layouts import swizzled
 from dflash_kernels.mosaic_gpu.pipeline import Ring
 from dflash_kernels.mosaic_gpu.thread_op import kernel
+from dflash_kernels.mosaic_gpu.tma import within_copies
 from dflash_kernels.mosaic_gpu.wgmma import add_widened, zeros
 
 _WG_N = TILE_N // 2  # weight rows of one consumer
@@ -36,8 +37,9 @@ def weight_only_gemm(plan: Plan, x: jax.Array, values: jax.Array, interpret: Any
     features = values.shape[0]
     if values.dtype != jnp.int8:
         x = x * jnp.bfloat16(2.0**_X_SHIFT)
-    # Copies past the end give zeros on a GPU, but more than 8 rows must come in eights.
-    if interpret is not None or (x.shape[0] > 8 and x.shape[0] % 8):
+    x = within_copies(x, plan.tile_m, interpret)
+    # More than eight rows must come in eights.
+    if x.shape[0] > 8 and x.shape[0] % 8:
         x = jnp.pad(x, ((0, plan.tile_m - x.shape[0]), (0, 0)))
 
     def body(x_gm, w_gm, out_gm, empty, full, w_sm, x_sm):

@@ -57,8 +57,6 @@ def chunks(
     scratch["gates"] = plgpu.Barrier(num_arrivals=4)
     scratch |= {name: plgpu.SMEM((2, CHUNK), jnp.float32) for name in ("beta", "cum")}
     scratch |= dict.fromkeys(("seen", "a_high", "a_low", "x_high", "x_low"), square)
-    if interpret is not None:
-        scratch |= {"staged": square}
     return kernel(
         body, out_type=(wide, wide, jax.ShapeDtypeStruct((count, value_heads, CHUNK, CHUNK), jnp.bfloat16)),
         grid=(count, value_heads), grid_names=("chunk", "head"), scratch_types=scratch,
@@ -71,7 +69,7 @@ class _Chunk:
 
     def __init__(self, per_key: int, refs: tuple[Any, ...], buffers: dict[str, Any]):
         self.q, self.k, self.v, self.beta, self.cum, self.w, self.new, self.seen = refs
-        self.buffers, self.staged = buffers, buffers.get("staged")
+        self.buffers = buffers
         self.chunk, self.head = lax.axis_index("chunk"), lax.axis_index("head")
         self.key = lax.div(self.head, jnp.int32(per_key))
 
@@ -107,7 +105,7 @@ class _Chunk:
         ):  # fmt: skip
             out = zeros((CHUNK, WIDTH))
             for part in _split(inverse * _along(factor, 1)):
-                out = add_values(out, part, b[right], self.staged)
+                out = add_values(out, part, b[right])
             self._give(out, b[free], target)
         plgpu.wait_smem_to_gmem(0)
 
@@ -136,7 +134,7 @@ class _Chunk:
         high, low = (self.buffers[f"{right}_{part}"] for part in ("high", "low"))
         out = zeros((CHUNK, CHUNK))
         for part, other in ((left[1], high), (left[0], low), (left[0], high)):
-            out = add_values(out, part, other, self.staged)
+            out = add_values(out, part, other)
         return out
 
 
