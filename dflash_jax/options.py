@@ -111,7 +111,7 @@ def _yes_or_no(text: str) -> bool | str:
     return {"yes": True, "no": False}.get(text, text)
 
 
-def _numbers(text: str) -> list[float]:
+def three_numbers(text: str) -> list[float]:
     return [float(part) for part in text.split(",")]
 
 
@@ -156,7 +156,7 @@ FLAGS: dict[str, Flag] = {
     ),
     "scale_range": Flag(
         "numbers of float8 that the largest query, key and value lie at, where scales are found (default: 200,200,200)",
-        kind=_numbers,
+        kind=three_numbers,
         metavar="Q,K,V",
     ),
     "weight_dtype": Flag(
@@ -340,9 +340,12 @@ class LoadOptions:
             raise ParameterError(f"exact must be True or False, got {self.exact!r}")
         object.__setattr__(self, "exact", exact)
         if self.vision is not None:
-            object.__setattr__(self, "vision", as_flag(self.vision))
-            if self.vision is None:
-                raise ParameterError("vision must be True, False, or None for the tower that there is")
+            if (vision := as_flag(self.vision)) is None:
+                raise ParameterError(
+                    "vision must be True or False (--vision yes or no), or left out for the tower that there is, "
+                    f"got {self.vision!r:.80}"
+                )
+            object.__setattr__(self, "vision", vision)
         _one_of("vision_attention_dtype", self.vision_attention_dtype, (None, *VISION_DTYPES))
         if self.vision_scales is not None and self.vision_attention_dtype is None:
             raise ParameterError('vision_scales are for vision_attention_dtype="fp8": give both, or leave them out')

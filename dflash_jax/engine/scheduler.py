@@ -6,6 +6,7 @@ next call; `Batch` makes the calls; `InFlight` keeps what was started and not lo
 """
 
 import itertools
+import math
 import sys
 import time
 import weakref
@@ -57,9 +58,12 @@ from dflash_jax.engine.verify_policy import Kind, Length, Served, kind_of
 from dflash_jax.engine.warmup import Jobs, admit_program, copy_program, resize_program
 from dflash_jax.errors import DFlashError
 
-# Cycles of a call that stands before a prompt, or before one that may come: more where the host could not keep up, one where it
-# waits for most of them. Prompts have the time beside so many at least.
+# Cycles of a call that stands before a prompt, or before one that may come, at first. Prompts have the time beside so many at
+# least.
 FEW_CYCLES = 2
+# One cycle is a call where it takes the device so many times as long as the call the host. Elsewhere the cycles of a call take
+# about as long as the host for a prompt, its first token, the next cycles and what these gave: so many calls for cycles.
+LONG_CYCLE, HOST_CALLS = 2.0, 3.5
 # Seconds that results take to the host at most which are there when they are asked for and were copied ahead.
 READY_S = 1e-3
 # Seconds after which a thread that waits for another one's steps looks by itself.
@@ -170,15 +174,33 @@ class InFlight:
         self._tokens = 0  # of prompts, behind the last of the items
         # Seconds of a cycle at least, of a token of a prompt, and of the host for a call.
         self._pace = self._prompt_pace = self._busy = 0.0
+        self._rate = (
+            0.0  # a cycle's time by that of its call, over the last calls: one alone may have waited for Python
+        )
 
     @property
     def calls(self) -> list[DecodeCall]:
         return [item for item in self.items if isinstance(item, DecodeCall)]
 
     @property
+    def long(self) -> bool:
+        """Whether a cycle takes the device far longer than its call the host."""
+        return self._rate > LONG_CYCLE
+
+    @property
     def full(self) -> bool:
-        """One call runs and one is behind it."""
-        return len(self.items) >= MOST_IN_FLIGHT
+        """One call runs and one is behind it. Where cycles are long, first tokens have cycles behind them beside that: prompts take
+        the device less time than the host to see to the results of many and to call again. Where they are short, who follows a
+        request that has ended would wait for more of them than that saves."""
+        behind = self.long and isinstance(self.items[-1], PrefillResult) if self.items else False
+        return len(self.items) >= MOST_IN_FLIGHT and not behind
+
+    @property
+    def _least(self) -> int:
+        """Cycles of a call behind which the next one comes in time; not more than streams have."""
+        if self.long or not self._rate:
+            return 1
+        return min(CYCLES_PER_CHUNK, math.ceil(HOST_CALLS / self._rate))
 
     def compute(self, tokens: int) -> None:
         """Counts tokens of prompts that were started."""
@@ -216,12 +238,17 @@ class InFlight:
         spent = now - began - (compiled - before)
         busy = call.returned - call.started - (compiled - call.compiled)
         self._pace, self._busy = max(0.0, spent - call.tokens * self._prompt_pace) / call.cycles, busy
+        rate = min(self._pace / max(busy, 1e-6), 4 * LONG_CYCLE)
+        self._rate = 0.75 * self._rate + 0.25 * rate if self._rate else rate
         waited, self.held = waited + self.held, 0.0
-        if waited < min(READY_S, 0.3 * spent):  # as long as copies take: the device may have waited for the host
+        if self.long and self.calls:  # the device has enough to do: the host keeps up
+            self.few = max(self.few // 2, 1)
+        elif waited < min(READY_S, 0.3 * spent):  # as long as copies take: the device may have waited for the host
             if call.cycles >= self.few:  # fewer, behind a prompt say, tell nothing of so many
                 self.few = min(2 * self.few, MAX_CYCLES)
         elif spent - waited < 0.3 * self._pace * call.cycles:  # what half of them take is more than the host does
             self.few = max(self.few // 2, 1)
+        self.few = max(self.few, self._least)
         if watch and jax.default_backend() == "gpu" and call.cycles >= min(self.few, FEW_CYCLES):
             # Not where a call keeps the host busy: results would come later, and no sooner. One cycle alone may take the device
             # less time than its call the host, which tells nothing.
