@@ -10,13 +10,13 @@ import math
 import sys
 import time
 import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from threading import Event
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -54,7 +54,7 @@ from dflash_jax.engine.resources import (
     Resources,
 )
 from dflash_jax.engine.slots import Job, Sink, Slots
-from dflash_jax.engine.verify_policy import Kind, kind_of
+from dflash_jax.engine.verify_policy import Kind, Length, Served, kind_of
 from dflash_jax.engine.warmup import Jobs, admit_program, copy_program, resize_program
 from dflash_jax.errors import DFlashError
 
@@ -342,9 +342,9 @@ class Batch:
         return sum(job.filled for job in running) / max(1, len(running))
 
     @property
-    def verified(self) -> int:
-        """Tokens that cycles verify at present."""
-        return self.core.verify_policy.current if self.draft else 1
+    def verified(self) -> Length:
+        """What cycles verify at present."""
+        return self.core.verify_policy.current if self.draft else Length(1)
 
     @property
     def cycles(self) -> int:
@@ -656,9 +656,9 @@ def choose_cycles(batch: Batch, cycles: int) -> tuple[Setup, int]:
     policy, running = batch.core.verify_policy, batch.slots.decoding
     if not batch.draft or not running:
         return batch.setup, cycles
-    kinds: Counter[Kind] = Counter(kind_of(job.request) for job in running)
+    kinds: dict[int, Kind] = {job.ticket: kind_of(job.request) for job in running}
     status = partial(_loop_status, batch, batch.needs, batch.size, cycles)
-    decision = policy.next(kinds, batch.size, batch.context, cycles, status, [job.ticket for job in running])
+    decision = policy.next(kinds, batch.size, batch.context, cycles, status)
     if decision.compile is not None:
         jobs = _jobs(batch, batch.needs, batch.size, decision.compile)
         start_compiling([jobs.loop(batch.size, batch.width_for(decision.cycles, jobs.setup.width))])
@@ -684,33 +684,21 @@ def choose_slots(batch: Batch, most: int) -> int:
     return now
 
 
-def learn(core: Resources, rows: Sequence[Row], verified: int, emitted: Emitted) -> None:
-    """Tells the verify-length policy how many proposals were accepted in each cycle that ran, and what is told of each.
-
-    Args:
-      verified: of each slot, or on average.
-    """
-    policy = core.verify_policy
-    counts, accepted = np.asarray(emitted.counts), np.asarray(emitted.accepted)
-    found: dict[Kind, np.ndarray] = {}
-    if emitted.odds is not None:
-        policy.observe_drafts({row.column: row.job.ticket for row in rows}, emitted)
-    elif policy.learns:  # else nobody asks, and the device waits for this
-        for kind in get_args(Kind):
-            columns = [row.column for row in rows if kind_of(row.job.request) == kind]
-            found[kind] = accepted[:, columns][counts[:, columns] > 0]
-    policy.observe(verified, found, int(np.count_nonzero(counts.any(axis=1))))
+def learn(core: Resources, rows: Sequence[Row], setup: Setup, emitted: Emitted) -> None:
+    """Tells the verify-length policy what came of cycles of `setup`."""
+    served = [Served(row.job.ticket, row.column, kind_of(row.job.request)) for row in rows]
+    core.verify_policy.look(Length(setup.length, setup.per_request), served, emitted)
 
 
 def _company(core: Resources, job: Job) -> Company:
     return core.company(job.draft, job.needs.mode)
 
 
-def _jobs(batch: Batch, needs: Needs, slots: int, length: int) -> Jobs:
+def _jobs(batch: Batch, needs: Needs, slots: int, length: Length) -> Jobs:
     return Jobs(batch.core, batch.core.verifying(batch.setup_for(needs), length, slots), needs.stop_width)
 
 
-def _loop_status(batch: Batch, needs: Needs, slots: int, cycles: int, length: int) -> Status:
+def _loop_status(batch: Batch, needs: Needs, slots: int, cycles: int, length: Length) -> Status:
     setup = _jobs(batch, needs, slots, length).setup
     return _status(batch, setup, batch.width_for(cycles, setup.width), slots, needs.stop_width)
 
@@ -1323,7 +1311,7 @@ class Scheduler:
         watch = core.goes_ahead is None and item.setup.mode != "structured"  # whose calls return with their results
         spent, updates = self.inflight.seconds(item, waited, watch=watch), []
         if item.setup.draft is not None:
-            learn(core, rows, item.setup.length, host)
+            learn(core, rows, item.setup, host)
         for row in rows:
             job = row.job
             update = Update.collect(
