@@ -98,7 +98,8 @@ class AsyncRun:
             self._engine.abort(ticket)
         if writer.finished:
             self._open.discard(ticket)
-        return self.feed.put(piece)
+        # A first piece is what its user waits for longest, and who has the last one may ask again.
+        return self.feed.put(piece, first=what.first or writer.finished)
 
 
 class AsyncEngine:
