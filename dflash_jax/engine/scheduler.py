@@ -189,10 +189,12 @@ class InFlight:
 
     @property
     def full(self) -> bool:
-        """One call runs and one is behind it. Where cycles are long, first tokens have cycles behind them beside that: prompts take
-        the device less time than the host to see to the results of many and to call again. Where they are short, who follows a
-        request that has ended would wait for more of them than that saves."""
-        behind = self.long and isinstance(self.items[-1], PrefillResult) if self.items else False
+        """One call runs and one is behind it. First tokens have cycles behind them beside that where cycles are long: prompts take
+        the device less time than the host to see to the results of many and to call again. So they have where a call takes the host
+        longer than a cycle the device, which would stand still. Between the two nothing is gained: who follows a request that has
+        ended would wait for more cycles."""
+        fast = 1 <= self._rate <= LONG_CYCLE or not self._rate
+        behind = bool(self.items) and isinstance(self.items[-1], PrefillResult) and not fast
         return len(self.items) >= MOST_IN_FLIGHT and not behind
 
     @property
@@ -670,7 +672,8 @@ def choose_slots(batch: Batch, most: int) -> int:
     fewer = round_up(max(1, len(batch.slots.taken)), core.buckets.batch)
     if fewer >= now:
         return now
-    cycles, length, moves = batch.cycles, batch.verified, [(now, fewer), (fewer, most)]
+    cycles, moves = batch.cycles, [(now, fewer), (fewer, most)]
+    length = core.verify_policy.with_slots(fewer, batch.context) if batch.draft else Length(1)
     there = {_resize_status(batch, *move) for move in moves}
     if {*there, _loop_status(batch, batch.needs, fewer, cycles, length)} == {"compiled"}:
         return fewer

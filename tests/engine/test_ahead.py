@@ -218,17 +218,17 @@ def test_short_cycles_are_several_a_call(pair, monkeypatch, busy, cycles):
     assert queued.long == (busy < 0.5)
 
 
-def test_first_tokens_have_long_cycles_behind_them(pair, monkeypatch):
-    """Two calls are in flight; behind the first tokens of prompts, and behind long cycles before these, there are cycles too."""
-    queued, now = scheduler.InFlight(pair.engine), [1.0]
+def test_first_tokens_have_cycles_behind_them(pair, monkeypatch):
+    """Two calls are in flight; behind the first tokens of prompts, and behind cycles before these, there are cycles too where these
+    are long, or shorter than their call is for the host."""
+    queued = scheduler.InFlight(pair.engine)
     monkeypatch.setattr(pair.engine.programs, "compile_s", 0.0)
-    monkeypatch.setattr(scheduler.time, "perf_counter", lambda: now[0])
-    calls = {busy: finished_call(pair, started=0.0, compiled=0.0, returned=busy) for busy in (0.1, 0.4)}
+    monkeypatch.setattr(scheduler.time, "perf_counter", lambda: 1.0)
+    calls = {busy: finished_call(pair, started=0.0, compiled=0.0, returned=busy) for busy in (0.1, 0.2, 0.4)}
     first = scheduler.PrefillResult([], calls[0.1].emitted, logprobs=False)
-    for busy, full in ((0.1, False), (0.4, True)):
+    for busy, full in ((0.1, False), (0.2, True), (0.4, False)):  # a cycle takes a quarter
         queued.clear()
         queued.seconds(calls[busy], 0.5)  # of 4 cycles
-        now[0] += 1.0
         assert not queued.full
         queued.add(calls[busy])
         queued.add(first)
