@@ -177,7 +177,7 @@ class InFlight:
 
     @property
     def full(self) -> bool:
-        """One call runs and one is behind it."""
+        """Whether one call runs and one is queued behind it."""
         return len(self.items) >= MOST_IN_FLIGHT
 
     def compute(self, tokens: int) -> None:

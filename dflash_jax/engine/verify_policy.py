@@ -1,4 +1,4 @@
-"""How many tokens to verify in the next cycles: what they are expected to gain for each millisecond they are expected to take.
+"""Verify-length policy: how many tokens to verify in the next cycles, by their expected gain for each expected millisecond.
 
 The drafter fills the block it was trained on whatever is chosen here; the target verifies the first so many tokens of it. What is
 emitted is the target's own choice either way, so the choice moves time and nothing else.
