@@ -33,7 +33,9 @@ PIECE_MS, REQUEST_MS, NETWORK_MS = 0.15, 1.5, 0.5
 CYCLE_MS, PROMPTS_MS, TOKEN_MS, FIRST_MS = {8: 3.5, 64: 15.0}, 1.2, 0.0118, 0.2
 TOKENS, PROMPT, BLOCK, GAIN = 128, 128, 16, 6.6  # the last is a mean of draws, which a block and a text's end cut
 
-EMITTED = jax.tree.structure(Emitted(*[jnp.zeros((1,), jnp.int32)] * 3, None, None, None))  # pyright: ignore[reportArgumentType]
+FIELDS: dict[str, Any] = dict.fromkeys(("tokens", "counts", "accepted"), np.zeros((1,), np.int32))
+FIELDS |= dict.fromkeys(("logprobs", "top_ids", "top_logprobs"))
+EMITTED = jax.tree.structure(Emitted(**FIELDS))
 
 
 @dataclass
