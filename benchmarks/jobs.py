@@ -5,6 +5,7 @@ with the results.
 """
 
 import importlib.util
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -124,11 +125,13 @@ SEVERAL_GPUS = (
     "several_gpus.py --calls 4 --models qwen3-235b-a22b --tp 4 --batch 1",
     "several_gpus.py --calls 4 --models qwen3-8b --tp 4 --batch 32",
 )
-PARTS, PROCESSES = 4, 12
-PART_SECONDS, LARGE_SECONDS = 200, 90  # the first with that many processes
-TESTS = [*(f"tests{part}" for part in range(1, PARTS + 1)), "tests_large"]
+PARTS, PROCESSES = 4, 15
+PART_SECONDS, SEVERAL_SECONDS, LARGE_SECONDS = 200, 200, 120  # the first two with that many processes
+TESTS = ["tests_several", *(f"tests{part}" for part in range(1, PARTS + 1)), "tests_large"]
 SHARE = 0.9  # of a GPU's memory: each process takes half a gigabyte beside JAX's pool
-JUNIT = "junit.xml"
+OUTCOMES = "outcomes.jsonl"
+# Compiling is nearly all of a test's time on a GPU; trying XLA's ways of a product half of that.
+QUICK = {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0".strip()}
 
 
 def job(name: str, out: Path, commit: str | None, processes: int) -> Job:
@@ -148,18 +151,26 @@ def job(name: str, out: Path, commit: str | None, processes: int) -> Job:
 
 
 def _tests(name: str, folder: Path, processes: int) -> Job:
-    """A part of the tests that need a GPU, several at a time where pytest-xdist is there, or those that need its memory."""
-    words = ["-m", "pytest", "-q", f"--junitxml={folder / JUNIT}"]
+    """A part of the tests that need a GPU, many at a time where pytest-xdist is there; those that use several; or those that need
+    a GPU's memory."""
+    words = ["-m", "pytest", "-q", f"--outcomes={folder / OUTCOMES}"]
     if name == "tests_large":
         return _job(name, [*words, "-m", "gpu and large"], LARGE_SECONDS)
-    words += ["-m", "gpu and not large", f"--part={name.removeprefix('tests')}/{PARTS}"]
+    several = name == "tests_several"
+    about, gpus = (SEVERAL_SECONDS, 2) if several else (PART_SECONDS, 1)
+    some = (
+        ["gpu and several"]
+        if several
+        else ["gpu and not large and not several", f"--part={name.removeprefix('tests')}/{PARTS}"]
+    )
+    words += ["-m", *some]
     if importlib.util.find_spec("xdist") is None or processes == 1:
-        return _job(name, words, PART_SECONDS * PROCESSES)
+        return _job(name, words, about * PROCESSES, gpus)
     words += [f"--numprocesses={processes}", "--dist=worksteal"]
-    about = PART_SECONDS * max(1, PROCESSES / processes)
-    return _job(name, words, about, XLA_PYTHON_CLIENT_MEM_FRACTION=f"{SHARE / processes:.4f}")
+    shared = {"XLA_PYTHON_CLIENT_MEM_FRACTION": f"{SHARE / processes:.4f}", **QUICK}
+    return _job(name, words, about * max(1, PROCESSES / processes), gpus, **shared)
 
 
-def _job(name: str, words: list[str], about: float, **environment: str) -> Job:
+def _job(name: str, words: list[str], about: float, gpus: int = 1, **environment: str) -> Job:
     """One that hangs is given up: twice the time is more than a slow disk or a cold cache costs."""
-    return Job(name, [sys.executable, *words], about, 2 * about + 30, environment)
+    return Job(name, [sys.executable, *words], about, 2 * about + 30, environment, gpus)

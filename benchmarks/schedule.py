@@ -1,4 +1,5 @@
-"""Jobs over GPUs, one at a time on each, as timings must not share one: every job is a process with a log and a limit of its own.
+"""Jobs over GPUs, one at a time on each, as timings must not share one; a job may take several. Every job is a process with a log
+and a limit of its own.
 
     outcomes = run(jobs, ["0", "1"], Path("folder"), seconds=590, stop=threading.Event())
 
@@ -34,6 +35,7 @@ class Job:
       about: seconds that it takes, start included; it is not begun where fewer are left.
       limit: seconds after which it is ended.
       environment: variables beside those of this process.
+      gpus: how many it has at once.
     """
 
     name: str
@@ -41,6 +43,7 @@ class Job:
     about: float
     limit: float
     environment: Mapping[str, str] = field(default_factory=dict)
+    gpus: int = 1
 
 
 @dataclass(frozen=True)
@@ -116,10 +119,10 @@ def run(
     stop: threading.Event,
     say: Callable[[str], object] = _say,
 ) -> list[Outcome]:
-    """Runs jobs in their order, each on the next GPU that is free, and passes over those that do not fit the time that is left.
+    """Runs jobs in their order, each on the next GPUs that are free, and passes over those that do not fit the time that is left.
 
     Args:
-      gpus: each a value of CUDA_VISIBLE_DEVICES.
+      gpus: each a value of CUDA_VISIBLE_DEVICES; those of a job that takes more are not started.
       out: where each job has a folder.
       seconds: after which all have been told to end.
       stop: set, from a signal's handler for example, to end all.
@@ -138,16 +141,17 @@ def run(
                     one.stop("interrupted")
                 if (outcome := one.look()) is not None:
                     running.remove(one)
-                    free.append(one.gpu)
+                    free += one.gpu.split(",")
                     outcomes.append(outcome)
                     say(f"{time.monotonic() - began:6.0f} s  GPU {one.gpu}  {one.job.name} ended ({outcome})")
             while free and not stop.is_set():
                 left = end - time.monotonic()
-                job = next((job for job in waiting if job.about <= left), None)
-                if job is None:
+                job = next((job for job in waiting if job.about <= left and job.gpus <= len(gpus)), None)
+                if job is None or job.gpus > len(free):  # one of several waits for them, and those behind it as well
                     break
                 waiting.remove(job)
-                running.append(_Running(job, free.pop(0), out / job.name, end))
+                taken, free = free[: job.gpus], free[job.gpus :]
+                running.append(_Running(job, ",".join(taken), out / job.name, end))
                 started = running[-1]
                 say(f"{started.began - began:6.0f} s  GPU {started.gpu}  {job.name} begins, about {job.about:.0f} s")
             if not running:
@@ -159,4 +163,4 @@ def run(
             one.signal(signal.SIGKILL)
             one.process.wait()
     why = "interrupted" if stop.is_set() else "no time left"
-    return outcomes + [Outcome(job, why=why) for job in waiting]
+    return outcomes + [Outcome(job, why=why if job.gpus <= len(gpus) else f"takes {job.gpus} GPUs") for job in waiting]

@@ -29,6 +29,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 TOKENS, PROMPT_TOKENS = 128, 128
+END = b"\r\n0\r\n\r\n"  # of an answer in chunks
 
 
 # The users: a process without JAX.
@@ -58,13 +59,16 @@ class User:
         status = await reader.readuntil(b"\r\n\r\n")
         if b" 200 " not in status.split(b"\r\n")[0]:
             raise SystemExit(f"the server said {status!r:.300} {await reader.read(300)!r}")
+        # Whole events are one chunk each: what frames them stands between them.
         rest = b""
-        while size := int(await reader.readline(), 16):
-            rest += (await reader.readexactly(size + 2))[:-2]
-            *events, rest = rest.split(b"\n\n")
+        while rest[-len(END) :] != END:
+            came = await reader.read(1 << 16)
+            if not came:
+                raise SystemExit("the server left")
             now = time.perf_counter()
+            *events, rest = (rest + came).split(b"\n\n")
             for event in events:
-                data = event.removeprefix(b"data: ")
+                data = event.partition(b"data: ")[2]
                 if not data.startswith(b"{"):
                     continue
                 told = json.loads(data)
@@ -76,7 +80,6 @@ class User:
                     elif now > last:
                         self.waits.append(now - last)
                     last = now
-        await reader.readline()
 
 
 async def use(port: int, users: int, requests: int, prompts: list[list[int]]) -> dict[str, Any]:

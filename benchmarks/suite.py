@@ -5,9 +5,10 @@
     python benchmarks/suite.py --only 'tests*'
     python benchmarks/suite.py --merge run1 run2
 
-One job at a time runs on each GPU. Each has a folder with its log and its rows; nothing is written into `results` but by `--merge`,
-after which `readme_table.py` fills the tables. Without `--only` the longest are measured first; with it, jobs begin in the order
-named. Those that do not fit into `--seconds` are passed over, and what still runs at their end is ended, with the rows that it has.
+One job at a time runs on each GPU, and one of the tests' on two. Each has a folder with its log and its rows; nothing is written
+into `results` but by `--merge`, after which `readme_table.py` fills the tables. Without `--only` the longest are measured first;
+with it, jobs begin in the order named. Those that do not fit into `--seconds` are passed over, and what still runs at their end is
+ended, with the rows that it has and what its tests have said.
 The exit status is 1 where a job failed or was ended.
 """
 
@@ -23,10 +24,11 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from importlib.metadata import distributions
 from pathlib import Path
-from xml.etree import ElementTree
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -82,14 +84,17 @@ def refuse_without(names: Sequence[str]) -> None:
         raise SystemExit(f"the tests import {', '.join(missing)}, which is not installed (pip install -e '.[test]')")
 
 
+def tests_of(folder: Path) -> list[dict[str, Any]]:
+    """Those that have ended, whether or not the run of them has."""
+    path = folder / jobs.OUTCOMES
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
+
+
 def found(folder: Path) -> str:
     """What a job has left: the number of its rows, or what its tests said."""
-    if (path := folder / jobs.JUNIT).exists():
-        suites = list(ElementTree.parse(path).iter("testsuite"))
-        tests, failed, errors, skipped = (
-            sum(int(suite.get(name, 0)) for suite in suites) for name in ("tests", "failures", "errors", "skipped")
-        )
-        return f"{tests - failed - errors - skipped} passed, {failed} failed, {errors} errors, {skipped} skipped"
+    if tests := tests_of(folder):
+        counts = Counter(test["outcome"] for test in tests)
+        return ", ".join(f"{counts[name]} {name}" for name in ("passed", "failed", "error", "skipped"))
     return f"{sum(len(json.loads(path.read_text())) for path in folder.glob('*.json'))} rows"
 
 
@@ -108,6 +113,8 @@ def report(outcomes: Sequence[schedule.Outcome], out: Path) -> str:
         if one.failed:
             log = out / one.job.name / schedule.LOG
             text += ["", f"{log}:", *log.read_text(errors="replace").splitlines()[-TAIL:]]
+            tests = tests_of(out / one.job.name)
+            text += [f"{test['outcome']}: {test['test']}" for test in tests if test["outcome"] in ("failed", "error")]
     return "\n".join(text)
 
 

@@ -124,8 +124,7 @@ def stream(
     Raises:
       PromptError, CapacityError, ParameterError, TokenizerError: at once, not at the first piece.
     """
-    if (count := as_integer(cycles)) is None or count < 1:
-        raise ParameterError(f"cycles must be an integer of at least 1, got {cycles!r}")
+    count = check_cycles(cycles)
     draft, chat = check_flags(model, draft, chat, chat_options)
     single = is_single(prompts)
     options = {"draft": draft, "chat": chat, "chat_options": chat_options, "cycles": count}
@@ -148,6 +147,13 @@ def check_flags(model: Any, draft: Any, chat: Any, chat_options: Any) -> tuple[b
             f'chat_options must be names with values, such as {{"enable_thinking": False}}, got {chat_options!r:.80}'
         )
     return drafting, chatting
+
+
+def check_cycles(cycles: Any) -> int:
+    """Cycles between two looks. Raises ParameterError."""
+    if (count := as_integer(cycles)) is None or count < 1:
+        raise ParameterError(f"cycles must be an integer of at least 1, got {cycles!r}")
+    return count
 
 
 def check_single(params: Params, *, single: bool) -> None:

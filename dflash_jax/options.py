@@ -111,7 +111,7 @@ def _yes_or_no(text: str) -> bool | str:
     return {"yes": True, "no": False}.get(text, text)
 
 
-def _numbers(text: str) -> list[float]:
+def three_numbers(text: str) -> list[float]:
     return [float(part) for part in text.split(",")]
 
 
@@ -156,7 +156,7 @@ FLAGS: dict[str, Flag] = {
     ),
     "scale_range": Flag(
         "numbers of float8 that the largest query, key and value lie at, where scales are found (default: 200,200,200)",
-        kind=_numbers,
+        kind=three_numbers,
         metavar="Q,K,V",
     ),
     "weight_dtype": Flag(
@@ -170,7 +170,7 @@ FLAGS: dict[str, Flag] = {
         choices=ATTENTION_OUTPUTS,
     ),
     "verify_length": Flag(
-        "tokens verified in a cycle: a number, auto for what pays, or per_request for what pays of each request's block "
+        "tokens verified in a cycle: a number, auto for what pays, or per_request to have requests share them "
         "(default: the whole block)",
         kind=_length,
     ),
@@ -255,8 +255,9 @@ class LoadOptions:
         weights give, "fp8_groups" on a power of two for each 128 columns (64 where those do not fit), "nvfp4" four bits on a scale
         for each 16. Texts are those of the rounded target.
       verify_length: how many tokens of the block the target verifies in a cycle. None is the whole block, an integer stays, 1 is no
-        drafting. "auto" chooses anew every few cycles by acceptance and measured costs; on CPUs it is None. "per_request" shares
-        what is verified among requests: more of a block where the drafter is sure of it. No text depends on it.
+        drafting. "auto" chooses anew every few cycles by each request's acceptance and measured costs, and shares what is verified
+        among unlike requests: more of a block where the drafter is sure of it; on CPUs it is None. "per_request" shares wherever
+        that can be. No text depends on it.
       draft_window: tokens of a context that the drafter sees, the last ones, up to a page more; None for all. For contexts longer
         than a drafter was trained on. No text depends on it.
       exact: the same text, bit by bit, with drafting and without, alone and in any company, after hits in pages and after lost
@@ -339,9 +340,12 @@ class LoadOptions:
             raise ParameterError(f"exact must be True or False, got {self.exact!r}")
         object.__setattr__(self, "exact", exact)
         if self.vision is not None:
-            object.__setattr__(self, "vision", as_flag(self.vision))
-            if self.vision is None:
-                raise ParameterError("vision must be True, False, or None for the tower that there is")
+            if (vision := as_flag(self.vision)) is None:
+                raise ParameterError(
+                    "vision must be True or False (--vision yes or no), or left out for the tower that there is, "
+                    f"got {self.vision!r:.80}"
+                )
+            object.__setattr__(self, "vision", vision)
         _one_of("vision_attention_dtype", self.vision_attention_dtype, (None, *VISION_DTYPES))
         if self.vision_scales is not None and self.vision_attention_dtype is None:
             raise ParameterError('vision_scales are for vision_attention_dtype="fp8": give both, or leave them out')

@@ -45,8 +45,10 @@ async def serve(model: dj.Model, port: int, max_tokens: int, ready: asyncio.Futu
     async with dj.AsyncEngine(model) as engine:
         server = await asyncio.start_server(Service(engine, max_tokens).answer, "127.0.0.1", port)
         async with server:
+            bound = server.sockets[0].getsockname()[1]
+            print(f"listening at 127.0.0.1:{bound}", flush=True)
             if ready is not None:
-                ready.set_result(server.sockets[0].getsockname()[1])
+                ready.set_result(bound)
             await server.serve_forever()
 
 

@@ -10,6 +10,7 @@ import gc
 import importlib.util
 import inspect
 import itertools
+import json
 import os
 import re
 import shutil
@@ -132,7 +133,29 @@ if importlib.util.find_spec("beartype") is not None:
     jaxtyping.jaxtyped = check_annotations
 
 
+class Outcomes:
+    """A line for each test as it ends: a run that is ended has told what it found.
+
+    A line is JSON: the test, its outcome ("error" where it failed before it began or after it ended), its seconds with those of its
+    fixtures, and of one that failed what pytest says.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.before = path, dict[str, float]()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.passed and report.when != "call":
+            self.before[report.nodeid] = report.duration
+            return
+        outcome = "error" if report.failed and report.when != "call" else report.outcome
+        seconds = report.duration + self.before.pop(report.nodeid, 0.0)
+        line = {"test": report.nodeid, "outcome": outcome, "seconds": round(seconds, 1)}
+        with open(self.path, "a", encoding="utf-8") as file:
+            print(json.dumps(line | ({"said": report.longreprtext} if report.failed else {})), file=file)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--outcomes", type=Path, metavar="FILE", help="gets a line of JSON for each test as it ends")
     parser.addoption("--all-cases", action="store_true", help="the cases that the marker `few` leaves out run too")
     parser.addoption("--part", default="1/1", metavar="I/N", help="every N-th of the tests chosen, from the I-th on")
 
@@ -177,6 +200,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """The CPU, unless the tests asked for need a GPU. Programs are small there and run once or twice: optimising costs more."""
     import jax
 
+    path = config.getoption("outcomes")
+    if path is not None and not hasattr(config, "workerinput"):  # a process of pytest-xdist tells the first one
+        config.pluginmanager.register(Outcomes(path))
     if not _for_gpu(config):
         os.environ |= {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
         if QUICK_COMPILING not in (flags := os.environ.get("XLA_FLAGS", "")):  # a process of pytest-xdist inherits them
@@ -186,9 +212,16 @@ def pytest_configure(config: pytest.Config) -> None:
         jax.config.update("jax_num_cpu_devices", RANKS)
 
 
-def pytest_collection_finish() -> None:
-    """See `GARBAGE`. What tests spend counts from here."""
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """See `GARBAGE`. What tests spend counts from here.
+
+    On a GPU all kernels are lowered as those of an engine are, in half the time; what is patched for it has been imported by now.
+    """
     global _spent
+    if _for_gpu(session.config):
+        from dflash_jax.compile.jax_patches import name_values_once
+
+        name_values_once()
     _spent = sum(os.times()[:4])
     gc.set_threshold(*GARBAGE)
 

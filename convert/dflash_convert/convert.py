@@ -7,6 +7,7 @@ from typing import Literal
 from dflash_convert.console import Console
 from dflash_convert.conversion import Options, run
 from dflash_convert.errors import UsageError
+from dflash_jax.options import as_flag
 
 
 def convert(
@@ -47,6 +48,11 @@ def convert(
       PairError: target and drafter do not belong together.
       DFlashError: `output` is there already or cannot be written, or arguments contradict each other.
     """
+    for name, flag in (("overwrite", overwrite), ("reverse", reverse), ("progress", progress)):
+        if as_flag(flag) is None:
+            raise UsageError(f"{name} must be True or False, got {flag!r:.80}")
+    if not isinstance(output, str | Path) or not str(output):
+        raise UsageError(f"output must be the path of a folder to write, got {output!r:.80}")
     try:
         output = Path(output).expanduser()
     except RuntimeError as error:

@@ -20,6 +20,8 @@ from dflash_jax.decoding.state import Setup
 from dflash_jax.engine import Engine, Run
 from dflash_jax.engine.acceptance import acceptance_by_position
 from dflash_jax.engine.requests import Needs, Request
+from dflash_jax.engine.verify_auto import AutoPolicy
+from dflash_jax.engine.verify_policy import Length
 from dflash_jax.engine.warmup import Jobs
 from dflash_jax.errors import ParameterError
 from dflash_jax.model import Model
@@ -46,7 +48,8 @@ class Figures:
       inter_token_ms: percentiles over tokens after the first; tokens that arrive together share the time since the last ones.
       longest_wait_ms: the longest that anybody waited for the next tokens after the first.
       tokens_per_cycle: mean; 0 without a cycle.
-      verify_lengths: cycles of the timed run by the number of tokens they verified; empty without a drafter.
+      verify_lengths: cycles of the timed run by the number of tokens they verified of each slot; empty without a drafter.
+      shared_lengths: those in which slots shared rows, by the number on average.
       acceptance_by_position: see `Stats`; empty without a cycle that drafted.
       peak_bytes: most device memory in use so far in this process, where the device tells.
       compile_s: compilation before the timed run.
@@ -69,6 +72,7 @@ class Figures:
     longest_wait_ms: float
     tokens_per_cycle: float
     verify_lengths: dict[int, int]
+    shared_lengths: dict[int, int]
     acceptance_by_position: list[float]
     peak_bytes: int | None
     compile_s: float
@@ -149,7 +153,8 @@ def measure(
         inter_token_ms=_percentiles([wait / tokens for wait, tokens in waits for _ in range(tokens)]),
         longest_wait_ms=round(max((wait for wait, _ in waits), default=0.0) * 1e3, 3),
         tokens_per_cycle=round(float(np.mean(counts)), 3) if counts else 0.0,
-        verify_lengths=dict(sorted(verified.items())) if drafts else {},
+        verify_lengths=_by_tokens(verified, shared=False) if drafts else {},
+        shared_lengths=_by_tokens(verified, shared=True) if drafts else {},
         acceptance_by_position=[
             round(share, 4)
             for share in acceptance_by_position(Counter(cycle for trace in traces for cycle in trace.drafts))
@@ -218,13 +223,19 @@ def _prompts(engine: Engine, jobs: Jobs, workload: Workload, users: int) -> list
 
 def _likely(
     engine: Engine, setup: Setup, users: int, context: float, imposed: float | tuple[float, ...] | None
-) -> Sequence[int]:
+) -> Sequence[Length]:
     """Lengths that may be verified; where one acceptance is imposed, those that do not gain far less for their time."""
-    lengths, cost = engine.verify_lengths(setup, users), engine.verify_policy.cost
-    if cost is None or imposed is None or isinstance(imposed, tuple):
+    lengths, policy = engine.verify_lengths(setup, users), engine.verify_policy
+    if not isinstance(policy, AutoPolicy) or imposed is None or isinstance(imposed, tuple):
         return lengths
-    rates = {length: min(length, imposed) / cost.ms(users, length, context) for length in lengths}
-    return [length for length in lengths if rates[length] > UNLIKELY * max(rates.values())]
+    common = [length for length in lengths if not length.shared]
+    rates = {length: min(length.tokens, imposed) / policy.cycle_ms(users, length, context) for length in common}
+    # Where slots stand empty, those that are taken may have all rows.
+    return [length for length in lengths if length.shared or rates[length] > UNLIKELY * max(rates.values())]
+
+
+def _by_tokens(verified: Counter[Length], *, shared: bool) -> dict[int, int]:
+    return {length.tokens: cycles for length, cycles in sorted(verified.items()) if length.shared == shared}
 
 
 def _run(model: Model, requests: list[Request], draft: bool, users: int) -> Run:

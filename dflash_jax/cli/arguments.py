@@ -57,7 +57,9 @@ class Parser(argparse.ArgumentParser):
         options = [option for option in self._option_string_actions if option.startswith("--")]
         if not name.startswith("--") or name == "--" or any(option.startswith(name) for option in options):
             return None
-        return next(iter(difflib.get_close_matches(name, options, n=1)), None)
+        # Without the dashes, which all have in common: `--model` is not much like `--help`.
+        close = difflib.get_close_matches(name[2:], [option[2:] for option in options], n=1)
+        return f"--{close[0]}" if close else None
 
 
 def path(text: str) -> Path:

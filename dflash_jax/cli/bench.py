@@ -148,8 +148,10 @@ def cells(figures: Figures) -> list[str]:
     """What the table shows of a row; a dash where there was nothing to measure."""
     none = {"p50": float("nan"), "p99": float("nan")}
     values = {"first": figures.time_to_first_token_ms or none, "gap": figures.inter_token_ms or none}
-    most = sorted(figures.verify_lengths, key=lambda length: figures.verify_lengths[length], reverse=True)[:2]
-    names = {"draft": "yes" if figures.draft else "no", "verified": ", ".join(map(str, most)) or "-"}
+    cycles = {str(length): count for length, count in figures.verify_lengths.items()}
+    cycles |= {f"~{length}": count for length, count in figures.shared_lengths.items()}  # of slots on average
+    most = sorted(cycles, key=lambda length: cycles[length], reverse=True)[:2]
+    names = {"draft": "yes" if figures.draft else "no", "verified": ", ".join(most) or "-"}
     shown = [form.format(figures, **names, **values) for _, form in COLUMNS]
     return ["-" if "nan" in text else text for text in shown]
 

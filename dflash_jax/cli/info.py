@@ -14,6 +14,7 @@ from dflash_jax.checkpoints.weights import weight_bytes
 from dflash_jax.engine import Engine
 from dflash_jax.engine.memory import size
 from dflash_jax.engine.planning import as_checkpoint_says, plan_engine, tower_shapes, vision_of
+from dflash_jax.engine.verify_policy import Length
 from dflash_jax.models import count
 from dflash_jax.models.dflash import HEAD_INDEX, SHARED_HEAD
 from dflash_jax.options import RELEASED, LoadKeywords, read_options
@@ -55,7 +56,7 @@ def collect(path: str | Path | None = None, *, hashes: bool = False, **options: 
     Raises:
       CheckpointError: a file is not what was recorded.
     """
-    asked = read_options(dict(options), "collect")
+    asked = read_options(dict(options), "plan")
     target, drafter = open_pair(path, asked.draft, revision=asked.revision, draft_revision=asked.draft_revision)
     compared = [one for one in (target, drafter) if hashes and isinstance(one, Converted)]
     for one in compared:
@@ -149,7 +150,7 @@ def _execution(engine: Engine) -> list[dict[str, Any]]:
         plans = setup.plans(weights, slots, engine.buckets.width[-1], shapes)
         block = setup.width if setup.draft is None else setup.draft.block_size
         passes = [("target", (slots, setup.width), plans.target), ("draft", (slots, block), plans.draft)]
-        half = engine.verifying(setup, setup.offered // 2, slots)
+        half = engine.verifying(setup, Length(setup.offered // 2, shared=True), slots)
         if half.per_request:  # half of the block on average: tokens of all slots side by side
             shared = half.plans(weights, slots, engine.buckets.width[-1], shapes)
             passes.append(("target", half.verified_shape(slots), shared.target))

@@ -3,7 +3,7 @@
 import argparse
 from typing import Any
 
-from dflash_jax.cli.arguments import Parser, file_or_stream, file_path
+from dflash_jax.cli.arguments import Parser, file_or_stream, file_path, path
 from dflash_jax.cli.values import chat_option, layer_ids, spoken_value, token_bias, token_ids
 from dflash_jax.options import FLAGS
 from dflash_jax.text.answers.choice import REASONING_PARSERS, TOOL_PARSERS
@@ -245,10 +245,10 @@ def add_train(commands: Any) -> None:
         help="JSON lines: messages, prompt and response, or text",
     )
     train.add_argument(
-        "--output", required=True, metavar="DRAFTER", help="the folder to write, which must not be there yet"
+        "--output", required=True, type=path, metavar="DRAFTER", help="the folder to write, which must not be there yet"
     )
     train.add_argument(
-        "--work", metavar="PATH", help="keeps answers and checkpoints to go on from (default: DRAFTER.work)"
+        "--work", type=path, metavar="PATH", help="keeps answers and checkpoints to go on from (default: DRAFTER.work)"
     )
     _add_chat(train)
     answers = train.add_argument_group("answers")

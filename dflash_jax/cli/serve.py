@@ -24,6 +24,8 @@ def serve_model(args: argparse.Namespace, options: dict[str, Any]) -> None:
     keys = args.api_key or ([from_environment] if from_environment else [])
     if not all(key.strip() for key in keys):
         raise ParameterError("--api-key must not be empty: give a key, or leave it out")
+    if not all(name.strip() for name in args.served_model_name or ()):
+        raise ParameterError("--served-model-name must not be empty: give a name, or leave it out")
     here = args.host in LOOPBACK
     if not here and not keys:
         note(f"{args.host} is not this machine alone, and no key is needed: give --api-key")

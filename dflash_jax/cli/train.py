@@ -10,6 +10,7 @@ import tqdm
 from dflash_jax.checkpoints.pair import shipped_pair
 from dflash_jax.cli.report import position_line
 from dflash_jax.cli.terminal import note
+from dflash_jax.errors import ParameterError
 from dflash_jax.training.fit_settings import FitSettings
 from dflash_jax.training.kinds import HeadSizes
 from dflash_jax.training.stages import Clock, Interrupted, latest
@@ -28,10 +29,13 @@ def train(args: argparse.Namespace) -> int:
     if args.head_rank is not None:
         given["head"] = HeadSizes(rank=args.head_rank)
     settings = FitSettings(**given)
-    output = Path(args.output)
+    output = args.output
+    work = args.work or output.with_name(f"{output.name}.work")
+    if work.exists() and not work.is_dir():
+        raise ParameterError(f"{work} is a file: name another folder with --work")
     task = Task(
         target=args.target or str(shipped_pair() / "target"), data=Path(args.data), output=output,
-        work=Path(args.work) if args.work else output.with_name(f"{output.name}.work"), settings=settings, chat=args.chat,
+        work=work, settings=settings, chat=args.chat,
         chat_options=dict(args.chat_option), regenerate=args.regenerate, temperature=args.temperature, max_tokens=args.max_tokens,
         evaluation_tokens=args.evaluation_tokens, devices=args.devices,
     )  # fmt: skip

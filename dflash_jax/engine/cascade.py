@@ -14,7 +14,7 @@ from jaxtyping import Int
 
 from dflash_jax.cache.specs import LayerSpec
 from dflash_jax.engine.cycle_costs import BANDWIDTH
-from dflash_jax.engine.verify_policy import WORTH_COMPILING_S
+from dflash_jax.engine.verify_auto import WORTH_COMPILING_S
 
 # Seconds that a layer's attention in two parts takes beyond what both read and multiply: launches, and results of both joined. So
 # many that nothing was lost where it is chosen (`benchmarks/cascade.py`: eight sequences that share 2,048 tokens gain nothing).

@@ -30,9 +30,10 @@ TABLE = "cycle_costs.json"
 BANDWIDTH, ARITHMETIC = 4.3e12, 6.0e14
 # Seconds that a layer's small operations take however few rows there are.
 LAYER_S = 25e-6
-# And those that bring the rows of slots which share them to where attention finds them, and back: cycles of Qwen3-4B with 8 slots
-# on an H100 took 4.82, 4.92 and 5.03 ms with 4, 8 and 12 rows a slot, 0.42 to 0.62 more than with as many of every slot.
-SHARED_LAYER_S = 14e-6
+# And those that bring the rows of slots which share them to where attention finds them, and back, and that attention takes for a
+# whole block of each slot: cycles of Qwen3-4B with 8 slots on an H100 took 4.82, 4.92 and 5.03 ms with 4, 8 and 12 rows a slot,
+# 0.42 to 0.62 more than with as many of every slot; with 64 on an H200 8.8 with 4 rows, 1.9 more.
+SHARED_LAYER_S, SHARED_SLOT_S = 11e-6, 0.36e-6
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ class CycleCost:
         seconds = self.target.seconds(rows, tokens) + self.head.seconds(rows, 0.0)
         seconds += self.target.state_seconds(slots, verified)
         if proposed is not None and proposed > verified:
-            seconds += self.target.layers * SHARED_LAYER_S
+            seconds += self.target.layers * (SHARED_LAYER_S + slots * SHARED_SLOT_S)
         if verified > 1:
             seen = tokens if self.window is None else slots * min(context, float(self.window))
             drafts = slots * ((verified if proposed is None else proposed) - 1)

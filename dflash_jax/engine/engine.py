@@ -1,5 +1,6 @@
 """The engine's face: `submit`, `step`, `abort`, and `run` for callers that wait."""
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from dflash_jax.decoding.state import Setup
@@ -10,7 +11,7 @@ from dflash_jax.engine.run import Run
 from dflash_jax.engine.scheduler import Scheduler
 from dflash_jax.engine.slots import Sink
 from dflash_jax.engine.warmup import warmup_jobs
-from dflash_jax.errors import CapacityError, ParameterError, PromptError
+from dflash_jax.errors import CapacityError, DFlashError, ParameterError, PromptError
 
 
 class Engine(Resources):
@@ -24,6 +25,7 @@ class Engine(Resources):
     def __post_init__(self):
         super().__post_init__()
         self.scheduler, self.driver = Scheduler(self), Driver()
+        self._process = os.getpid()
 
     def submit(
         self,
@@ -44,6 +46,7 @@ class Engine(Resources):
         Raises:
           PromptError, ParameterError, CapacityError: see `check`; nothing is queued.
         """
+        self._check_process()
         self.check(request)
         return self.scheduler.submit(request, sink, draft=self._drafts(draft), cycles=cycles, slots=slots)
 
@@ -69,6 +72,7 @@ class Engine(Resources):
         Raises:
           PromptError, ParameterError, CapacityError: see `check`.
         """
+        self._check_process()
         for request in requests:
             try:
                 self.check(request)
@@ -87,6 +91,14 @@ class Engine(Resources):
           batch: numbers of slots; None for every bucket.
         """
         return warmup_jobs(self, setups, batch)
+
+    def _check_process(self) -> None:
+        """Raises DFlashError in a fork, where a call of the device would wait for threads that did not come along."""
+        if (here := os.getpid()) != self._process:
+            raise DFlashError(
+                f"the model was loaded by process {self._process}, of which this one, {here}, is a fork, without its threads and "
+                'devices: load it here, or start processes by "spawn" (multiprocessing.set_start_method)'
+            )
 
     def _drafts(self, draft: bool) -> bool:
         return draft and self.draft is not None

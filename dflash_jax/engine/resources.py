@@ -30,9 +30,9 @@ from dflash_jax.engine.acceptance_estimate import AcceptanceEstimate
 from dflash_jax.engine.buckets import Buckets, round_up
 from dflash_jax.engine.cascade import CascadePolicy, layer_costs
 from dflash_jax.engine.cycle_costs import CycleCost, cycle_cost
-from dflash_jax.engine.requests import ADJUSTING, LONGEST_WORD, MOST_WORDS, Request
-from dflash_jax.engine.verify_per_request import PerRequestPolicy
-from dflash_jax.engine.verify_policy import VerifyLength, VerifyPolicy
+from dflash_jax.engine.requests import ADJUSTING, LONGEST_WORD, MOST_WORDS, Needs, Request
+from dflash_jax.engine.verify_auto import AutoPolicy
+from dflash_jax.engine.verify_policy import Length, VerifyLength, VerifyPolicy
 from dflash_jax.errors import CapacityError, ParameterError, PromptError
 from dflash_jax.models.dflash_config import DFlashConfig
 from dflash_jax.models.registry import layer_traits
@@ -58,11 +58,11 @@ class Company(NamedTuple):
 
     Attributes:
       draft: whether programs hold the drafter.
-      adjusted: where texts are exact, how logits are changed: a program for more would give others another form of the choice.
+      needs: where texts are exact, what tells their programs from others': no two programs are known to give a row the same bits.
     """
 
     draft: bool
-    adjusted: Mode | None = None
+    needs: Needs | None = None
 
 
 @dataclass
@@ -88,9 +88,9 @@ class Resources:
       query_dtype: "fp8" rounds queries of latent attention too, on scales of `cache_scales`.
       scale_range: what scales aim at that are found on traffic; see `calibrate`.
       draft_cache_dtype: how the drafter's are, None, "fp8" or "fp8_e5m2" with scales of 1.
-      verify_length: tokens that the target verifies in a cycle: "auto" chooses by what cycles cost and how many proposals stand,
-        an integer stays, None is the whole block. A length up to 1 token drafts nothing. "per_request" chooses what slots have on
-        average, and on the device which requests have more of it.
+      verify_length: tokens that the target verifies in a cycle: "auto" chooses by what cycles cost and how many proposals of
+        each request stand, an integer stays, None is the whole block. A length up to 1 token drafts nothing. Where requests share
+        rows, as "per_request" has it wherever that can be, it is settled on the device which of them have more.
       draft_window: see `Setup`.
       exact: whether texts depend on nothing but their requests, bit by bit; see `Setup` and docs/exactness.md. All slots and the
         widest tables always run, prompts in as many pieces as a call has, and nothing but pages of prompts is found again.
@@ -392,8 +392,8 @@ class Resources:
     def setup(self, *, mode: Mode, draft: bool, logprobs: bool = False, sampling: bool = True) -> Setup:
         """What the programs for such requests are compiled for; `sampling` matters to modes that are greedy without."""
         if self.exact:
-            # Who drafts is told to each call, and every way to choose tokens has one form.
-            draft, sampling, mode = True, True, "full" if mode == "sampled" else mode
+            # Who drafts is told to each call, and every way to choose tokens has one form: the greedy program gave rows other bits.
+            draft, sampling, mode = True, True, mode if mode in ADJUSTING else "full"
         drafter = self.draft if draft else None
         return Setup(
             self.target, drafter, mode, logprobs, self.proposals, self.draft_temperature,
@@ -404,25 +404,27 @@ class Resources:
             pictures=self.pictures,
         )  # fmt: skip
 
-    def company(self, draft: bool, mode: Mode) -> Company:
+    def company(self, draft: bool, needs: Needs) -> Company:
         """Which requests run side by side: those of one company."""
         if not self.exact:
             return Company(draft)
-        return Company(self.draft is not None, mode if mode in ADJUSTING else None)
+        mode: Mode = needs.mode if needs.mode in ADJUSTING else "full"
+        return Company(self.draft is not None, needs._replace(mode=mode, sampling=True))
 
     @property
     def verify_policy(self) -> VerifyPolicy:
         """Who chooses the verified length, with what was learnt from all cycles since `verify_length` was last set."""
         if self.draft is None:
-            return VerifyPolicy(1, None)
+            return VerifyPolicy(1)
         if self._lengths is None or self._lengths.option != self.verify_length:
-            chosen = self.verify_length in ("auto", "per_request")
-            cost = self._cycle_cost(self.draft) if chosen else None
-            offered = self.draft.num_drafts + 1
-            if self.verify_length == "per_request" and cost is not None:
-                self._lengths = PerRequestPolicy(offered, cost)
+            offered, option = self.draft.num_drafts + 1, self.verify_length
+            if isinstance(option, str):
+                cost = self._cycle_cost(self.draft)
+                # Where sharing was measured: dense layers with attention, on one GPU.
+                dense = cost.target.experts == 0.0 and cost.target.state == 0.0
+                self._lengths = AutoPolicy(offered, cost, option, sharing=dense and self.tp == 1)
             else:
-                self._lengths = VerifyPolicy(offered, cost, self.verify_length)
+                self._lengths = VerifyPolicy(offered, option)
         return self._lengths
 
     def _cycle_cost(self, draft: DFlashConfig) -> CycleCost:
@@ -432,9 +434,10 @@ class Resources:
         own = {role: held(table) for role, table in self.weights.items()}
         return cycle_cost(share_config(self.target, self.tp), share_config(draft, self.tp), own, self.draft_window)
 
-    def verifying(self, setup: Setup, length: int, slots: int) -> Setup:
-        """What cycles are compiled for that verify so many tokens of each slot, or on average."""
-        return setup.verifying(length, per_request=setup.draft is not None and self.verify_policy.shares(slots))
+    def verifying(self, setup: Setup, length: Length, slots: int) -> Setup:
+        """What cycles are compiled for that verify so much. Rows that too few slots would share are each slot's own."""
+        shared = length.shared and setup.draft is not None and self.verify_policy.shares(slots)
+        return setup.verifying(length.tokens, per_request=shared)
 
     @property
     def estimate(self) -> np.ndarray:
@@ -445,9 +448,12 @@ class Resources:
             learnt = AcceptanceEstimate(0 if self.draft is None else self.draft.num_drafts)
         return learnt.parameters
 
-    def verify_lengths(self, setup: Setup, slots: int) -> tuple[int, ...]:
+    def verify_lengths(self, setup: Setup, slots: int) -> tuple[Length, ...]:
         """Verified lengths that may be chosen with so many slots."""
-        return (setup.offered,) if setup.draft is None else self.verify_policy.candidates(slots, self.max_model_len / 2)
+        if setup.draft is None:
+            return (Length(setup.offered),)
+        kind = "greedy" if setup.greedy else "sampled"
+        return self.verify_policy.candidates(slots, self.max_model_len / 2, kind)
 
     def program_status(self, name: tuple, arguments: Callable[[], tuple]) -> Status:
         """Whether a program is compiled.

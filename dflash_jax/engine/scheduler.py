@@ -6,16 +6,17 @@ next call; `Batch` makes the calls; `InFlight` keeps what was started and not lo
 """
 
 import itertools
+import math
 import sys
 import time
 import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from threading import Event
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -53,13 +54,16 @@ from dflash_jax.engine.resources import (
     Resources,
 )
 from dflash_jax.engine.slots import Job, Sink, Slots
-from dflash_jax.engine.verify_policy import Kind, kind_of
+from dflash_jax.engine.verify_policy import Kind, Length, Served, kind_of
 from dflash_jax.engine.warmup import Jobs, admit_program, copy_program, resize_program
 from dflash_jax.errors import DFlashError
 
-# Cycles of a call that stands before a prompt, or before one that may come: more where the host could not keep up, one where it
-# waits for most of them. Prompts have the time beside so many at least.
+# Cycles of a call that stands before a prompt, or before one that may come, at first. Prompts have the time beside so many at
+# least.
 FEW_CYCLES = 2
+# One cycle is a call where it takes the device so many times as long as the call the host. Elsewhere the cycles of a call take
+# about as long as the host for a prompt, its first token, the next cycles and what these gave: so many calls for cycles.
+LONG_CYCLE, HOST_CALLS = 2.0, 3.5
 # Seconds that results take to the host at most which are there when they are asked for and were copied ahead.
 READY_S = 1e-3
 # Seconds after which a thread that waits for another one's steps looks by itself.
@@ -170,15 +174,35 @@ class InFlight:
         self._tokens = 0  # of prompts, behind the last of the items
         # Seconds of a cycle at least, of a token of a prompt, and of the host for a call.
         self._pace = self._prompt_pace = self._busy = 0.0
+        self._rate = (
+            0.0  # a cycle's time by that of its call, over the last calls: one alone may have waited for Python
+        )
 
     @property
     def calls(self) -> list[DecodeCall]:
         return [item for item in self.items if isinstance(item, DecodeCall)]
 
     @property
+    def long(self) -> bool:
+        """Whether a cycle takes the device far longer than its call the host."""
+        return self._rate > LONG_CYCLE
+
+    @property
     def full(self) -> bool:
-        """Whether one call runs and one is queued behind it."""
-        return len(self.items) >= MOST_IN_FLIGHT
+        """One call runs and one is behind it. First tokens have cycles behind them beside that where cycles are long: prompts take
+        the device less time than the host to see to the results of many and to call again. So they have where a call takes the host
+        longer than a cycle the device, which would stand still. Between the two nothing is gained: who follows a request that has
+        ended would wait for more cycles."""
+        fast = 1 <= self._rate <= LONG_CYCLE or not self._rate
+        behind = bool(self.items) and isinstance(self.items[-1], PrefillResult) and not fast
+        return len(self.items) >= MOST_IN_FLIGHT and not behind
+
+    @property
+    def _least(self) -> int:
+        """Cycles of a call behind which the next one comes in time; not more than streams have."""
+        if self.long or not self._rate:
+            return 1
+        return min(CYCLES_PER_CHUNK, math.ceil(HOST_CALLS / self._rate))
 
     def compute(self, tokens: int) -> None:
         """Counts tokens of prompts that were started."""
@@ -216,12 +240,17 @@ class InFlight:
         spent = now - began - (compiled - before)
         busy = call.returned - call.started - (compiled - call.compiled)
         self._pace, self._busy = max(0.0, spent - call.tokens * self._prompt_pace) / call.cycles, busy
+        rate = min(self._pace / max(busy, 1e-6), 4 * LONG_CYCLE)
+        self._rate = 0.75 * self._rate + 0.25 * rate if self._rate else rate
         waited, self.held = waited + self.held, 0.0
-        if waited < min(READY_S, 0.3 * spent):  # as long as copies take: the device may have waited for the host
+        if self.long and self.calls:  # the device has enough to do: the host keeps up
+            self.few = max(self.few // 2, 1)
+        elif waited < min(READY_S, 0.3 * spent):  # as long as copies take: the device may have waited for the host
             if call.cycles >= self.few:  # fewer, behind a prompt say, tell nothing of so many
                 self.few = min(2 * self.few, MAX_CYCLES)
         elif spent - waited < 0.3 * self._pace * call.cycles:  # what half of them take is more than the host does
             self.few = max(self.few // 2, 1)
+        self.few = max(self.few, self._least)
         if watch and jax.default_backend() == "gpu" and call.cycles >= min(self.few, FEW_CYCLES):
             # Not where a call keeps the host busy: results would come later, and no sooner. One cycle alone may take the device
             # less time than its call the host, which tells nothing.
@@ -313,9 +342,9 @@ class Batch:
         return sum(job.filled for job in running) / max(1, len(running))
 
     @property
-    def verified(self) -> int:
-        """Tokens that cycles verify at present."""
-        return self.core.verify_policy.current if self.draft else 1
+    def verified(self) -> Length:
+        """What cycles verify at present."""
+        return self.core.verify_policy.current if self.draft else Length(1)
 
     @property
     def cycles(self) -> int:
@@ -627,9 +656,9 @@ def choose_cycles(batch: Batch, cycles: int) -> tuple[Setup, int]:
     policy, running = batch.core.verify_policy, batch.slots.decoding
     if not batch.draft or not running:
         return batch.setup, cycles
-    kinds: Counter[Kind] = Counter(kind_of(job.request) for job in running)
+    kinds: dict[int, Kind] = {job.ticket: kind_of(job.request) for job in running}
     status = partial(_loop_status, batch, batch.needs, batch.size, cycles)
-    decision = policy.next(kinds, batch.size, batch.context, cycles, status, [job.ticket for job in running])
+    decision = policy.next(kinds, batch.size, batch.context, cycles, status)
     if decision.compile is not None:
         jobs = _jobs(batch, batch.needs, batch.size, decision.compile)
         start_compiling([jobs.loop(batch.size, batch.width_for(decision.cycles, jobs.setup.width))])
@@ -643,7 +672,8 @@ def choose_slots(batch: Batch, most: int) -> int:
     fewer = round_up(max(1, len(batch.slots.taken)), core.buckets.batch)
     if fewer >= now:
         return now
-    cycles, length, moves = batch.cycles, batch.verified, [(now, fewer), (fewer, most)]
+    cycles, moves = batch.cycles, [(now, fewer), (fewer, most)]
+    length = core.verify_policy.with_slots(fewer, batch.context) if batch.draft else Length(1)
     there = {_resize_status(batch, *move) for move in moves}
     if {*there, _loop_status(batch, batch.needs, fewer, cycles, length)} == {"compiled"}:
         return fewer
@@ -655,33 +685,21 @@ def choose_slots(batch: Batch, most: int) -> int:
     return now
 
 
-def learn(core: Resources, rows: Sequence[Row], verified: int, emitted: Emitted) -> None:
-    """Tells the verify-length policy how many proposals were accepted in each cycle that ran, and what is told of each.
-
-    Args:
-      verified: of each slot, or on average.
-    """
-    policy = core.verify_policy
-    counts, accepted = np.asarray(emitted.counts), np.asarray(emitted.accepted)
-    found: dict[Kind, np.ndarray] = {}
-    if emitted.odds is not None:
-        policy.observe_drafts({row.column: row.job.ticket for row in rows}, emitted)
-    elif policy.learns:  # else nobody asks, and the device waits for this
-        for kind in get_args(Kind):
-            columns = [row.column for row in rows if kind_of(row.job.request) == kind]
-            found[kind] = accepted[:, columns][counts[:, columns] > 0]
-    policy.observe(verified, found, int(np.count_nonzero(counts.any(axis=1))))
+def learn(core: Resources, rows: Sequence[Row], setup: Setup, emitted: Emitted) -> None:
+    """Tells the verify-length policy what came of cycles of `setup`."""
+    served = [Served(row.job.ticket, row.column, kind_of(row.job.request)) for row in rows]
+    core.verify_policy.look(Length(setup.length, setup.per_request), served, emitted)
 
 
 def _company(core: Resources, job: Job) -> Company:
-    return core.company(job.draft, job.needs.mode)
+    return core.company(job.draft, job.needs)
 
 
-def _jobs(batch: Batch, needs: Needs, slots: int, length: int) -> Jobs:
+def _jobs(batch: Batch, needs: Needs, slots: int, length: Length) -> Jobs:
     return Jobs(batch.core, batch.core.verifying(batch.setup_for(needs), length, slots), needs.stop_width)
 
 
-def _loop_status(batch: Batch, needs: Needs, slots: int, cycles: int, length: int) -> Status:
+def _loop_status(batch: Batch, needs: Needs, slots: int, cycles: int, length: Length) -> Status:
     setup = _jobs(batch, needs, slots, length).setup
     return _status(batch, setup, batch.width_for(cycles, setup.width), slots, needs.stop_width)
 
@@ -1294,7 +1312,7 @@ class Scheduler:
         watch = core.goes_ahead is None and item.setup.mode != "structured"  # whose calls return with their results
         spent, updates = self.inflight.seconds(item, waited, watch=watch), []
         if item.setup.draft is not None:
-            learn(core, rows, item.setup.length, host)
+            learn(core, rows, item.setup, host)
         for row in rows:
             job = row.job
             update = Update.collect(

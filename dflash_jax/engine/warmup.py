@@ -24,7 +24,7 @@ from dflash_jax.engine.cascade import GROUPS, Sharers, Sharing
 from dflash_jax.engine.masked_cycles import DRAFT_DONATES, JUDGE_DONATES, VERIFY_DONATES
 from dflash_jax.engine.requests import STOP_WIDTH, Needs, Request, empty_state, request_rows
 from dflash_jax.engine.resources import MAX_CYCLES, Resources
-from dflash_jax.engine.verify_policy import kind_of
+from dflash_jax.engine.verify_policy import Length, kind_of
 
 
 def admit_program(
@@ -72,7 +72,9 @@ def warmup_jobs(
             for length, width in itertools.product(core.verify_lengths(setup, size), buckets.width):
                 jobs = Jobs(core, core.verifying(setup, length, size), STOP_WIDTH)
                 yield jobs.loop(size, width)
-                yield from (jobs.loop(size, width, shared=form) for form in forms_that_pay(core, size, length, width))
+                yield from (
+                    jobs.loop(size, width, shared=form) for form in forms_that_pay(core, size, length.tokens, width)
+                )
 
 
 def forms_that_pay(core: Resources, slots: int, length: int, width: int) -> Iterator[Sharing]:
@@ -123,12 +125,12 @@ def first_jobs(
     yield from (jobs.loop(slots, width) for width in widths)
 
 
-def first_length(core: Resources, setup: Setup, requests: Sequence[Request], slots: int) -> int:
+def first_length(core: Resources, setup: Setup, requests: Sequence[Request], slots: int) -> Length:
     """What the first cycles of these requests will verify if nothing runs before them."""
     if setup.draft is None or not requests:
-        return setup.offered
+        return Length(setup.offered)
     first = requests[0]  # decodes alone until the next one is prefilled
-    return core.verify_policy.choose({kind_of(first): 1}, slots, float(len(first.prompt)), lambda _: "missing").length
+    return core.verify_policy.first(kind_of(first), slots, float(len(first.prompt)))
 
 
 def prompt_calls(core: Resources, requests: Sequence[Request], slots: int) -> Iterator[tuple[int, int, int]]:

@@ -195,9 +195,13 @@ async def _told(_: Request, error: Exception) -> Response:
     return _json(problem.body(), problem.status, problem.headers)
 
 
-async def _http(_: Request, error: Exception) -> Response:
+async def _http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    said = {404: "there is no such path", 405: "this path does not take that method"}
+    path, taken = request.url.path, (error.headers or {}).get("Allow", "another method")
+    said = {
+        404: f"there is no path {path[:80]}: there are /v1/completions, /v1/chat/completions, /v1/responses and /v1/models",
+        405: f"{path} takes {taken}, got {request.method}",
+    }
     problem = Problem(error.status_code, said.get(error.status_code, error.detail), headers=error.headers)
     return _json(problem.body(), problem.status, problem.headers)
 
@@ -322,7 +326,7 @@ class Routes:
             check_names(body, ("model", "prompt", "add_special_tokens", "return_token_strs"))
             text, special = body.get("prompt"), flag(body, "add_special_tokens", default=True)
             if not isinstance(text, str):
-                raise Problem(400, "prompt must be a text", param="prompt", code="invalid_value")
+                raise Problem(400, f"prompt must be a text, got {shown(text)}", param="prompt", code="invalid_value")
             ids = await asyncio.to_thread(tokenizer.encode, text, special=special)
         told = [tokenizer.token_bytes.of(token).decode("utf-8", "replace") for token in ids] if named else None
         limit = model.engine.max_model_len
@@ -392,7 +396,8 @@ class Routes:
 
     def _check_name(self, name: Any) -> None:
         if name is not None and name not in list(self.front.options.names):
-            message = f"The model `{shown(name)[1:-1]}` does not exist: this server has {self.front.options.names[0]}"
+            named = shown(name)[1:-1] if isinstance(name, str) else shown(name)
+            message = f"The model `{named}` does not exist: this server has {self.front.options.names[0]}"
             raise Problem(404, message, param="model", code="model_not_found")
 
     async def _body(self, request: Request) -> bytes:
@@ -400,7 +405,9 @@ class Routes:
         async for part in request.stream():
             size += len(part)
             if size > most:
-                raise Problem(413, f"a body may have {most} bytes", headers={"Connection": "close"})
+                raise Problem(
+                    413, f"a body may have {most:,} bytes, and this one has more", headers={"Connection": "close"}
+                )
             parts.append(part)
         return b"".join(parts)
 

@@ -12,6 +12,7 @@ from dflash_jax.generation import (
     STREAM_CYCLES,
     Params,
     Writer,
+    check_cycles,
     check_flags,
     check_single,
     make_requests,
@@ -97,7 +98,8 @@ class AsyncRun:
             self._engine.abort(ticket)
         if writer.finished:
             self._open.discard(ticket)
-        return self.feed.put(piece)
+        # A first piece is what its user waits for longest, and who has the last one may ask again.
+        return self.feed.put(piece, first=what.first or writer.finished)
 
 
 class AsyncEngine:
@@ -167,6 +169,7 @@ class AsyncEngine:
     ) -> AsyncGenerator[Piece]:
         """`dflash_jax.stream` for coroutines. Wrong arguments are errors at the first piece. What a slow reader has not read yet
         comes as one piece of each prompt. Leave it by `aclose` (`contextlib.aclosing`), so that its requests end at once."""
+        cycles = check_cycles(cycles)
         draft, chat = check_flags(self.model, draft, chat, chat_options)
         single = is_single(prompts)
         listed = cast(list[Any], [prompts] if single else list(prompts))

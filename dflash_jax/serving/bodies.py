@@ -111,7 +111,7 @@ def parsed(body: bytes) -> dict[str, Any]:
 
 def shown(value: Any) -> str:
     """A value in a message, shortened."""
-    text = repr(value)
+    text = "nothing" if value is None else repr(value)
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 

@@ -42,11 +42,11 @@ class Bell:
         self._rung: deque[asyncio.Event] = deque()
         self._coming = False
 
-    def note(self, event: asyncio.Event) -> None:
-        """Has the next `ring` wake who waits for it. From any thread."""
+    def note(self, event: asyncio.Event, *, first: bool = False) -> None:
+        """Has the next `ring` wake who waits for it; `first` before all others. From any thread."""
         if self._loop.is_closed():
             raise RuntimeError("Event loop is closed")
-        self._rung.append(event)
+        (self._rung.appendleft if first else self._rung.append)(event)
 
     def ring(self) -> None:
         """From any thread."""
@@ -77,9 +77,13 @@ class Feed:
         self._bell, self._event, self._lock = bell, asyncio.Event(), threading.Lock()
         self._pieces: dict[int, Piece] = {}
         self._error: Exception | None = None
+        self._timer: asyncio.TimerHandle | None = None
 
-    def put(self, what: Piece | Exception) -> Callable[[], None]:
+    def put(self, what: Piece | Exception, *, first: bool = False) -> Callable[[], None]:
         """From any thread.
+
+        Args:
+          first: its reader is woken before those who have waited longer.
 
         Returns:
           What wakes the reader.
@@ -93,7 +97,7 @@ class Feed:
             else:
                 before = self._pieces.get(what.index)
                 self._pieces[what.index] = what if before is None else merged(before, what)
-        self._bell.note(self._event)
+        self._bell.note(self._event, first=first)
         return self._bell.ring
 
     async def take(self, patience: float | None = None) -> list[Piece]:
@@ -102,22 +106,28 @@ class Feed:
         Args:
           patience: seconds after which it gives none; None waits for ever.
         """
-        rings, loop = None, asyncio.get_running_loop()
-        try:
-            while True:
-                self._event.clear()
-                with self._lock:
-                    pieces, self._pieces = self._pieces, {}
-                    error = self._error
-                if pieces:
-                    return list(pieces.values())
-                if error is not None:
-                    raise error
-                if patience is not None:
-                    if rings is not None and loop.time() >= rings.when():
-                        return []
-                    rings = rings or loop.call_later(patience, self._event.set)
-                await self._event.wait()
-        finally:
-            if rings is not None:
-                rings.cancel()
+        loop = asyncio.get_running_loop()
+        until = None if patience is None else loop.time() + patience
+        while True:
+            self._event.clear()
+            with self._lock:
+                pieces, self._pieces = self._pieces, {}
+                error = self._error
+            if pieces:
+                return list(pieces.values())
+            if error is not None:
+                raise error
+            if until is not None:
+                if loop.time() >= until:
+                    return []
+                self._wake_at(loop, until)
+            await self._event.wait()
+
+    def _wake_at(self, loop: asyncio.AbstractEventLoop, when: float) -> None:
+        """Has the reader look at the clock by then. One timer serves many waits: most end long before it, and the next one goes on
+        with it."""
+        if self._timer is not None and loop.time() < self._timer.when() <= when:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = loop.call_at(when, self._event.set)

@@ -59,12 +59,22 @@ def serve(
     before = sys.getswitchinterval()
     sys.setswitchinterval(SWITCH_S)
     try:
-        asyncio.run(_serve(load, options, places, shutdown_timeout, root_path, access_log, ready))
+        served = _serve(load, options, places, shutdown_timeout, root_path, access_log, ready)
+        asyncio.run(served, loop_factory=_loop_factory())
     finally:
         sys.setswitchinterval(before)
         gc.unfreeze()
         for place in places:
             place.close()
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop's where it is installed, as uvicorn by itself has it: it takes Python for less time from the thread that steps."""
+    try:
+        from uvloop import new_event_loop
+    except ImportError:
+        return None
+    return new_event_loop
 
 
 def open_port(host: str, port: int) -> list[socket.socket]:
@@ -133,6 +143,8 @@ async def _serve(
     finally:
         for task in (begin, watch):
             task.cancel()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)  # uvloop's end leaves them
     if failed:
         raise failed[0]
 

@@ -76,5 +76,7 @@ def functions_of(tools: Sequence[Mapping[str, Any]], choice: Any) -> list[Mappin
         raise Problem(400, message, param="tool_choice", code="invalid_value")
     chosen = [function for function in functions if function["name"] == name]
     if not chosen:
-        raise Problem(400, f"tool_choice names {name:.80}, which is no tool", param="tool_choice", code="invalid_value")
+        names = ", ".join(function["name"] for function in functions) or "none"
+        message = f"tool_choice names {name:.80}, which is no tool: there are {names:.200}"
+        raise Problem(400, message, param="tool_choice", code="invalid_value")
     return chosen[:1]

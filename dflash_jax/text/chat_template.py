@@ -92,10 +92,15 @@ def _plain(value: Any) -> Any:
 
 
 def _check_left_out(messages: Sequence[Mapping[str, Any]], template: str, text: str) -> None:
-    """Raises PromptError for content that templates pass over in silence: lists of parts where they know texts, unknown roles."""
+    """Raises PromptError for content that templates pass over in silence, or write as Python does: lists of parts where they know
+    texts, unknown roles."""
     words = set(re.findall(r"\w+", template))
     for place, message in enumerate(messages):
         role, content = message["role"], message.get("content")
+        if isinstance(content, list | tuple) and content and str(json.loads(json.dumps(content))) in text:
+            raise PromptError(
+                f"the chat template writes messages[{place}], a list of parts, brackets and all: give its content as one text"
+            )
         if isinstance(content, list | tuple) and role in ("system", "user"):
             parts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
             if any(isinstance(part, str) and not _shows(text, part) for part in parts):

@@ -7,7 +7,7 @@ from dflash_jax.errors import ParameterError
 from dflash_jax.models import DFlashConfig, default_target_layer_ids
 from dflash_jax.training.kinds import KINDS, HeadSizes, with_kind
 
-_MOST_TAPS = 5
+_MOST_TAPS, MOST_LAYERS = 5, 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +64,8 @@ class FitSettings:
         ):
             if getattr(self, name) < least:
                 raise ParameterError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        if self.layers > MOST_LAYERS:
+            raise ParameterError(f"layers must be at most {MOST_LAYERS}, got {self.layers}")
         if not self.rate > 0:
             raise ParameterError(f"rate must be above 0, got {self.rate}")
 

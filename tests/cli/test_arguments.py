@@ -25,12 +25,19 @@ def refused(parse, arguments, capsys):
         (["generate", "--mdel=x"], "usage: dflash-jax generate ", "--mdel=x: did you mean --model?"),
         (["bench", "--promts", "x"], "usage: dflash-jax bench ", "--promts: did you mean --prompts?"),
         (["--versoin"], "usage: dflash-jax [", "--versoin: did you mean --version?"),
+        (["train", "--hlep"], "usage: dflash-jax train ", "--hlep: did you mean --help?"),
     ],
 )  # fmt: skip
 def test_the_option_that_was_meant(arguments, usage, said, capsys):
     error = refused(build_parser().parse_args, arguments, capsys)
     assert error.startswith(usage)
     assert error.endswith(f"; {said}\n")
+
+
+def test_nothing_is_meant_by_dashes_alone(capsys):
+    """`--model` has more in common with `--help` than with what `train` calls it."""
+    error = refused(build_parser().parse_args, ["train", "--data", "x", "--output", "y", "--model", "z"], capsys)
+    assert error.endswith("unrecognized arguments: --model z\n")
 
 
 @pytest.mark.parametrize(

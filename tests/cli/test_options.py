@@ -78,6 +78,7 @@ def test_what_is_not_typed_keeps_its_default():
         ({"scale_range": (9, 9, 9), "cache_dtype": "fp8"}, "scales that are found: add calibration"),
         ({"scale_range": (9, 9, 9), "cache_dtype": "int8", "calibration": ["a"]}, "not 'int8': leave it out"),
         ({"vision_scales": "a.json"}, 'vision_scales are for vision_attention_dtype="fp8": give both'),
+        ({"vision": "maybe"}, "vision must be True or False .--vision yes or no., or left out .* got 'maybe'"),
         ({"vision_attention_dtype": "int8"}, "vision_attention_dtype must be None or fp8, got 'int8'"),
         ({"calibration": "a text"}, r"a list of texts or of token ids, got one text: \['a text'\]"),
         ({"cache_dtype_skip_layers": 0, "cache_dtype": "fp8"}, "cache_dtype_skip_layers must list numbers of layers"),
@@ -119,5 +120,7 @@ def test_info_takes_what_no_size_depends_on(capsys: pytest.CaptureFixture[str]) 
 
 def test_an_unknown_option_is_named():
     unknown: Any = {"max_batches": 3}
+    with pytest.raises(TypeError, match=r"^plan\(\) got an unexpected keyword argument 'max_batches'"):
+        dj.plan(**unknown)
     with pytest.raises(TypeError, match="unexpected keyword argument 'max_batches'; there are draft, dtype"):
         dj.load(**unknown)

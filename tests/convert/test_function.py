@@ -53,6 +53,7 @@ def test_what_the_command_would_say_is_warned_of(hf, capsys):
         ({"dtype": "float8"}, dj.DFlashError, "dtype must be one of keep, bfloat16, float16, float32, got 'float8'"),
         ({"verify": "all"}, dj.DFlashError, "verify must be one of none, hash, logits, got 'all'"),
         ({"reverse": True, "draft": "x"}, dj.DFlashError, "goes with an output and"),
+        ({"overwrite": "no"}, dj.DFlashError, "overwrite must be True or False, got 'no'"),
         ({"draft": "target"}, dj.PairError, "must be a target and --draft a drafter"),
     ],
 )

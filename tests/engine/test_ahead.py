@@ -197,11 +197,61 @@ def test_fewer_cycles_tell_nothing_of_more(pair, monkeypatch):
     times = itertools.count(1.0)
     monkeypatch.setattr(scheduler.time, "perf_counter", lambda: next(times))
     monkeypatch.setattr(scheduler.jax, "default_backend", lambda: "gpu")
-    queued.returns_early = True
+    queued.returns_early, queued.few = True, 4
     queued.seconds(replace(call, cycles=1), 0.0)
-    assert (queued.few, queued.returns_early) == (2, True)
-    queued.seconds(replace(call, cycles=2), 0.0)
-    assert (queued.few, queued.returns_early) == (4, False)
+    assert (queued.few, queued.returns_early) == (4, True)
+    queued.seconds(replace(call, cycles=4), 0.0)
+    assert (queued.few, queued.returns_early) == (8, False)
+
+
+@pytest.mark.parametrize(("busy", "cycles"), [(0.1, 1), (0.4, 1), (0.5, 2), (0.6, 3), (0.95, 4), (2.0, 4)])
+def test_short_cycles_are_several_a_call(pair, monkeypatch, busy, cycles):
+    """As many as take the device as long as a prompt and they take the host; one alone where that is long."""
+    queued = scheduler.InFlight(pair.engine)
+    monkeypatch.setattr(pair.engine.programs, "compile_s", 0.0)
+    call = replace(finished_call(pair, started=0.0, compiled=0.0, returned=busy), cycles=1)
+    times = itertools.count(1.0)
+    monkeypatch.setattr(scheduler.time, "perf_counter", lambda: next(times))
+    for _ in range(4):
+        queued.seconds(call, 0.99)
+    assert queued.few == cycles
+    assert queued.long == (busy < 0.5)
+
+
+def test_first_tokens_have_cycles_behind_them(pair, monkeypatch):
+    """Two calls are in flight; behind the first tokens of prompts, and behind cycles before these, there are cycles too where these
+    are long, or shorter than their call is for the host."""
+    queued = scheduler.InFlight(pair.engine)
+    monkeypatch.setattr(pair.engine.programs, "compile_s", 0.0)
+    monkeypatch.setattr(scheduler.time, "perf_counter", lambda: 1.0)
+    calls = {busy: finished_call(pair, started=0.0, compiled=0.0, returned=busy) for busy in (0.1, 0.2, 0.4)}
+    first = scheduler.PrefillResult([], calls[0.1].emitted, logprobs=False)
+    for busy, full in ((0.1, False), (0.2, True), (0.4, False)):  # a cycle takes a quarter
+        queued.clear()
+        queued.seconds(calls[busy], 0.5)  # of 4 cycles
+        assert not queued.full
+        queued.add(calls[busy])
+        queued.add(first)
+        assert queued.full == full
+        queued.add(first)
+        assert queued.full == full
+        queued.add(calls[busy])
+        assert queued.full
+
+
+def test_calls_are_short_again_once_long_cycles_are_behind(pair, monkeypatch):
+    """However late the host looks."""
+    queued = scheduler.InFlight(pair.engine)
+    monkeypatch.setattr(pair.engine.programs, "compile_s", 0.0)
+    times = itertools.count(1.0)
+    monkeypatch.setattr(scheduler.time, "perf_counter", lambda: next(times))
+    call = replace(finished_call(pair, started=0.0, compiled=0.0, returned=0.1), cycles=2)
+    queued.seconds(call, 0.0)
+    assert queued.few == 4
+    queued.add(call)
+    for few in (2, 1, 1):
+        queued.seconds(call, 0.0)
+        assert queued.few == few
 
 
 def test_no_second_is_counted_twice(eager, make_prompts, monkeypatch):

@@ -1,5 +1,7 @@
 """Programs, slots and the state between cycles: what is read, what is written, and what is refused."""
 
+import os
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -65,6 +67,15 @@ def test_drafter_context_is_that_of_the_committed_tokens_only(make_pair, make_pr
             np.testing.assert_allclose(found, expected[layer, 0], rtol=1e-4, atol=1e-5)
     run.close()
     pair.assert_free()
+
+
+def test_a_fork_is_told_so(pair, monkeypatch):
+    """A call of the device would wait there for threads that are its parent's."""
+    here = os.getpid()
+    monkeypatch.setattr("os.getpid", lambda: here + 1)
+    for ask in (lambda one: pair.engine.run([one]), lambda one: pair.engine.submit(one, print)):
+        with pytest.raises(DFlashError, match=r"is a fork, without its threads and devices: load it here"):
+            ask(Request(0, (1, 2), SamplingParams(max_tokens=1)))
 
 
 @pytest.mark.parametrize("slots", [1, 4])

@@ -92,10 +92,10 @@ def test_what_pays_is_compiled_beside_the_run(make_pair, make_prompts, monkeypat
         return start_compiling(())
 
     monkeypatch.setattr(scheduler, "start_compiling", beside)
-    monkeypatch.setattr("dflash_jax.engine.verify_policy.WORTH_COMPILING_S", 1e-9)
+    monkeypatch.setattr("dflash_jax.engine.verify_auto.WORTH_COMPILING_S", 1e-9)
     engine.verify_length = "auto"
     # Nothing that this drafter proposes stands, so nothing but plain cycles can pay in the end.
-    monkeypatch.setattr("dflash_jax.engine.verify_policy.FIRST_GUESS", 0.9)
+    monkeypatch.setattr("dflash_jax.engine.request_acceptance.FIRST_GUESS", 0.9)
     requests = [Request(i, text.prompt, text.params) for i, text in enumerate(expected)]
     got = {request.index: [] for request in requests}
     for update in engine.run(requests, cycles=4):

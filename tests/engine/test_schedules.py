@@ -12,8 +12,8 @@ import pytest
 
 import dflash_jax as dj
 from dflash_jax.engine import STOP_WIDTH, Engine
-from dflash_jax.engine.verify_per_request import PerRequestPolicy
-from dflash_jax.engine.verify_policy import Choice
+from dflash_jax.engine.verify_auto import AutoPolicy, Choice
+from dflash_jax.engine.verify_policy import Length
 from dflash_jax.engine.warmup import Jobs
 
 from ..hybrid_pair import hybrid_config, hybrid_pair
@@ -73,8 +73,8 @@ def test_random_schedules_with_calls_ahead(engine, texts, all_cases):
 @pytest.mark.few
 def test_random_schedules_where_requests_share_rows(engine, texts, monkeypatch):
     """Two tokens of each slot are verified on average: whoever ends or is cancelled leaves its rows to the others."""
-    monkeypatch.setattr(PerRequestPolicy, "choose", lambda *_: Choice(2, 2))
-    monkeypatch.setattr(PerRequestPolicy, "shares", lambda policy, slots: True)
+    monkeypatch.setattr(AutoPolicy, "choose", lambda *_: Choice(*2 * [Length(2, shared=True)]))
+    monkeypatch.setattr(AutoPolicy, "shares", lambda policy, slots: True)
     outcomes = [
         play(
             engine,

@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,16 +11,24 @@ import pytest
 import dflash_jax as dj
 from dflash_jax.checkpoints.weights import weight_shapes
 from dflash_jax.compile.programs import Status
+from dflash_jax.decoding.state import Emitted
 from dflash_jax.engine import cycle_costs as costs
 from dflash_jax.engine.cycle_costs import BANDWIDTH, CycleCost, Stack, cycle_cost
 from dflash_jax.engine.planning import choose_verify_length
-from dflash_jax.engine.verify_policy import FIRST_CYCLES, Acceptance, VerifyPolicy
+from dflash_jax.engine.verify_auto import FIRST_CYCLES, AutoPolicy
+from dflash_jax.engine.verify_policy import Kind, Length, Served, VerifyPolicy
 from dflash_jax.errors import ParameterError
 from dflash_jax.models import family_named
 from dflash_jax.models.presets import DRAFTERS, TARGETS
 from dflash_jax.options import WeightDtype
 
 OFFERED = 16
+WHOLE = Length(OFFERED)
+
+
+def greedy(count: int) -> dict[int, Kind]:
+    """So many running requests, by their tickets."""
+    return dict.fromkeys(range(count), "greedy")
 
 
 def cost_of(name: str, draft_weight_dtype: WeightDtype | None = None) -> CycleCost:
@@ -38,20 +47,29 @@ def accepted(chances: np.ndarray, verified: int, cycles: int, rng: np.random.Gen
     return np.cumprod(stands, axis=1).sum(axis=1)
 
 
-def all_compiled(length: int) -> Status:
+def saw(lengths: AutoPolicy, length: Length, found: dict[Kind, np.ndarray], cycles: int) -> None:
+    """Tells of cycles in which so many proposals stood, in turn of each request of a kind."""
+    stood: Any = np.concatenate([each.reshape(cycles, -1) for each in found.values()], axis=1)
+    kinds: list[Kind] = [kind for kind, each in found.items() for _ in range(len(each) // cycles)]
+    served = [Served(i, i, kind) for i, kind in enumerate(kinds)]
+    nothing: Any = np.zeros((*stood.shape, 0))
+    lengths.look(length, served, Emitted(nothing, 1 + stood, stood, nothing, nothing, nothing))
+
+
+def all_compiled(length: Length) -> Status:
     return "compiled"
 
 
-def play(lengths: VerifyPolicy, chances: np.ndarray, slots: int, calls: int, rng: np.random.Generator) -> float:
+def play(lengths: AutoPolicy, chances: np.ndarray, slots: int, calls: int, rng: np.random.Generator) -> float:
     """Tokens a millisecond over so many calls of 32 cycles, every program being there."""
     tokens = spent = 0.0
     for _ in range(calls):
-        length = lengths.choose({"greedy": slots}, slots, 1024.0, all_compiled).length
-        cycles = lengths.patience({"greedy": slots}, 32)
-        stood = accepted(chances, length, cycles * slots, rng) if length > 1 else np.zeros(cycles * slots, int)
-        lengths.observe(length, {"greedy": stood}, cycles)
+        length, cycles, _ = lengths.next(greedy(slots), slots, 1024.0, 32, all_compiled)
+        drafts = length.tokens > 1
+        stood = accepted(chances, length.tokens, cycles * slots, rng) if drafts else np.zeros(cycles * slots, int)
+        saw(lengths, length, {"greedy": stood}, cycles)
         tokens += stood.sum() + cycles * slots
-        spent += cycles * lengths.cost.ms(slots, length, 1024.0)
+        spent += cycles * lengths.cycle_ms(slots, length, 1024.0)
     return tokens / spent
 
 
@@ -75,95 +93,74 @@ def test_a_drafter_in_float8_costs_less(name):
 @pytest.mark.parametrize("slots", [1, 8, 64])
 @pytest.mark.parametrize("chance", [0.02, 0.3, 0.6, 0.8, 0.95])
 def test_chooses_nearly_as_well_as_who_knows_the_chances(cost, slots, chance):
-    chances, lengths = np.full(OFFERED - 1, chance), VerifyPolicy(OFFERED, cost, "auto")
+    chances, lengths = np.full(OFFERED - 1, chance), AutoPolicy(OFFERED, cost)
     rng = np.random.default_rng(0)
     play(lengths, chances, slots, 20, rng)
     assert play(lengths, chances, slots, 200, rng) > 0.93 * best_rate(cost, chances, slots)
 
 
 def test_gives_up_drafting_and_finds_out_when_it_pays_again(cost):
-    lengths, rng = VerifyPolicy(OFFERED, cost, "auto"), np.random.default_rng(1)
+    lengths, rng = AutoPolicy(OFFERED, cost), np.random.default_rng(1)
     never, often = np.full(OFFERED - 1, 0.01), np.full(OFFERED - 1, 0.9)
     play(lengths, never, 8, 40, rng)
-    rested = lengths.cycles[1]
+    rested = lengths.cycles[Length(1)]
     assert rested > 0.8 * sum(lengths.cycles.values())
     assert sum(lengths.cycles.values()) - rested > 8  # drafting was tried again in between
     play(lengths, often, 8, 40, rng)
     assert play(lengths, often, 8, 40, rng) > 0.95 * best_rate(cost, often, 8)
 
 
-def test_what_was_not_verified_says_nothing():
-    """Cycles cut short teach the same about the first places as whole ones, and nothing about the rest."""
-    rng, chances = np.random.default_rng(2), np.linspace(0.9, 0.6, OFFERED - 1)
-    stood = accepted(chances, OFFERED, 4000, rng)
-    whole, cut = Acceptance(OFFERED - 1), Acceptance(OFFERED - 1)
-    whole.observe(stood, OFFERED)
-    cut.observe(np.minimum(stood, 3), 4)
-    np.testing.assert_array_equal(whole.expected()[:4], cut.expected()[:4])
-    assert not cut.tried[3:].any()
-    truth = 1 + np.concatenate([[0], np.cumsum(np.cumprod(chances))])
-    np.testing.assert_allclose(whole.expected(), truth, rtol=0.03)
-
-
-def test_evidence_fades():
-    acceptance = Acceptance(3)
-    before = acceptance.expected()
-    acceptance.observe(np.zeros(500, int), 4)
-    assert acceptance.expected()[-1] < 1.03
-    acceptance.fade(3000)
-    np.testing.assert_allclose(acceptance.expected(), before, rtol=1e-3)
-
-
 def test_kinds_of_requests_are_told_apart(cost):
-    lengths, rng = VerifyPolicy(OFFERED, cost, "auto"), np.random.default_rng(3)
+    lengths, rng = AutoPolicy(OFFERED, cost), np.random.default_rng(3)
     often, never = (accepted(np.full(OFFERED - 1, p), OFFERED, 4000, rng) for p in (0.95, 0.02))
-    lengths.observe(OFFERED, {"greedy": often, "sampled": never}, 32)
-    assert lengths.choose({"greedy": 8}, 8, 1024.0, all_compiled).length > 8
-    assert lengths.choose({"sampled": 8}, 8, 1024.0, all_compiled).length == 1
-    assert lengths.choose({"greedy": 8}, 8, 1024.0, all_compiled).length > 8
+    saw(lengths, WHOLE, {"greedy": often, "sampled": never}, 32)
+    assert lengths.choose({"greedy": 8}, 8, 1024.0, all_compiled).length.tokens > 8
+    assert lengths.choose({"sampled": 8}, 8, 1024.0, all_compiled).length == Length(1)
+    assert lengths.choose({"greedy": 8}, 8, 1024.0, all_compiled).length.tokens > 8
 
 
 def test_the_same_history_gives_the_same_choice(cost):
-    def but_eight(length: int) -> Status:
-        return "pending" if length == 8 else "compiled"
+    def but_eight(length: Length) -> Status:
+        return "pending" if length.tokens == 8 else "compiled"
 
-    def history() -> list[int]:
-        rng, lengths, made = np.random.default_rng(4), VerifyPolicy(OFFERED, cost, "auto"), []
-        for chance in rng.random(60):
-            made.append(lengths.choose({"greedy": 40, "sampled": 3}, 64, 512.0, but_eight).length)
-            stood = accepted(np.full(OFFERED - 1, chance), made[-1], 99, rng)
-            lengths.observe(made[-1], {"greedy": stood}, 7)
+    def history() -> list[Length]:
+        rng, lengths, made = np.random.default_rng(4), AutoPolicy(OFFERED, cost), []
+        for chance in np.repeat([0.9, 0.05, 0.6, 0.95], 20):
+            made.append(lengths.next(greedy(14) | {14: "sampled"}, 15, 512.0, 7, but_eight).length)
+            stood = accepted(np.full(OFFERED - 1, chance), made[-1].tokens, 98, rng)
+            saw(lengths, made[-1], {"greedy": stood}, 7)
         return made
 
     made = history()
     assert made == history()
     assert len(set(made)) > 1
-    assert 8 not in made
+    assert Length(8) not in made
 
 
 def test_a_length_that_is_hardly_better_does_not_take_over(cost, monkeypatch):
     """Otherwise noise in what stood would have it change with every look."""
-    lengths = VerifyPolicy(OFFERED, cost, "auto")
+    lengths = AutoPolicy(OFFERED, cost)
     for eight, sixteen, chosen in ((1.02, 1.0, 16), (1.04, 1.0, 8), (1.0, 1.02, 8), (1.0, 1.04, 16)):
-        monkeypatch.setattr(lengths, "rates", lambda *_, rates={8: eight, 16: sixteen}: rates)
-        assert lengths.choose({"greedy": 8}, 8, 1024.0, all_compiled).length == chosen
+        rates = {Length(8): eight, WHOLE: sixteen}
+        monkeypatch.setattr(lengths, "rates", lambda *_, rates=rates: rates)
+        assert lengths.choose({"greedy": 8}, 8, 1024.0, all_compiled).length.tokens == chosen
 
 
 def test_programs_of_other_lengths_are_asked_for_only_where_the_best_one_is_missing(cost):
-    asked: list[int] = []
+    asked: list[Length] = []
 
-    def status(length: int) -> Status:
+    def status(length: Length) -> Status:
         asked.append(length)
-        return "missing" if length == missing else "compiled"
+        return "missing" if length.tokens == missing else "compiled"
 
-    lengths = VerifyPolicy(OFFERED, cost, "auto")
+    lengths = AutoPolicy(OFFERED, cost)
     for missing, others in ((0, ()), (1, lengths.candidates(8, 1024.0))):
-        lengths.observe(OFFERED, {"greedy": np.zeros(400, int)}, 32)
+        saw(lengths, WHOLE, {"greedy": np.zeros(640, int)}, 32)
         asked.clear()
         choice = lengths.choose({"greedy": 8}, 8, 1024.0, status)
-        assert choice.wanted == 1 == asked[0]
+        assert choice.wanted == Length(1) == asked[0]
         assert sorted({choice.wanted, *others}) == sorted(asked)
-        assert (choice.length != 1, choice.loss_s > 0) == (missing == 1, missing == 1)
+        assert (choice.length.tokens != 1, choice.loss_s > 0) == (missing == 1, missing == 1)
 
 
 def test_a_cost_asked_for_again_is_the_same(cost):
@@ -176,10 +173,10 @@ def test_a_cost_asked_for_again_is_the_same(cost):
 
 
 def test_a_program_is_compiled_when_its_lack_has_cost_enough(cost):
-    lengths = VerifyPolicy(OFFERED, cost, "auto")
-    lengths.observe(OFFERED, {"greedy": np.zeros(4000, int)}, 1)
-    choice = lengths.choose({"greedy": 64}, 64, 1024.0, lambda n: "compiled" if n == OFFERED else "missing")
-    assert (choice.length, choice.wanted) == (OFFERED, 1)
+    lengths = AutoPolicy(OFFERED, cost)
+    saw(lengths, WHOLE, {"greedy": np.zeros(4000, int)}, 4)
+    choice = lengths.choose({"greedy": 64}, 64, 1024.0, lambda n: "compiled" if n == WHOLE else "missing")
+    assert (choice.length, choice.wanted) == (WHOLE, Length(1))
     lost = cost.ms(64, OFFERED, 1024.0) - cost.ms(64, 1, 1024.0)
     assert choice.loss_s == pytest.approx(lost / 1e3, rel=0.03)
     asked = [lengths.worth_compiling("program", 1.0) for _ in range(12)]
@@ -189,40 +186,38 @@ def test_a_program_is_compiled_when_its_lack_has_cost_enough(cost):
 def test_next_is_all_that_the_scheduler_asks(cost):
     """The length, how many cycles of it, and once what is worth compiling; nothing is asked where nothing is chosen."""
 
-    def first_is_missing(length: int) -> Status:
-        return "compiled" if length == OFFERED else "missing"
+    def first_is_missing(length: Length) -> Status:
+        return "compiled" if length == WHOLE else "missing"
 
-    def refused(length: int) -> Status:
+    def refused(length: Length) -> Status:
         raise AssertionError("nobody chooses")
 
     for option, length in ((None, OFFERED), (4, 4), (99, OFFERED)):
-        fixed = VerifyPolicy(OFFERED, None, option)
-        assert fixed.next({"greedy": 3}, 4, 1024.0, 32, refused) == (length, 32, None)
+        fixed = VerifyPolicy(OFFERED, option)
+        assert fixed.next(greedy(3), 4, 1024.0, 32, refused) == (Length(length), 32, None)
         assert not fixed.fewer_slots_pay(64, 1, 1024.0, 10**9)
-        assert not fixed.learns
-    policy = VerifyPolicy(OFFERED, cost, "auto")
-    assert policy.learns
-    assert policy.next({"greedy": 64}, 64, 1024.0, 32, all_compiled).cycles == FIRST_CYCLES
-    policy.observe(OFFERED, {"greedy": np.zeros(4000, int)}, 1)
+    policy = AutoPolicy(OFFERED, cost)
+    assert policy.next(greedy(64), 64, 1024.0, 32, all_compiled).cycles == FIRST_CYCLES
+    saw(policy, WHOLE, {"greedy": np.zeros(4000, int)}, 4)
     choice = policy.choose({"greedy": 64}, 64, 1024.0, first_is_missing)
     calls = int(5.0 / (choice.loss_s * 32)) + 1
-    found = [policy.next({"greedy": 64}, 64, 1024.0, 32, first_is_missing) for _ in range(calls + 5)]
-    assert {(one.length, one.cycles) for one in found} == {(OFFERED, 32)}
-    assert [one.compile for one in found] == [1 if i == calls - 1 else None for i in range(calls + 5)]
+    found = [policy.next(greedy(64), 64, 1024.0, 32, first_is_missing) for _ in range(calls + 5)]
+    assert {(one.length, one.cycles) for one in found} == {(WHOLE, 32)}
+    assert [one.compile for one in found] == [Length(1) if i == calls - 1 else None for i in range(calls + 5)]
     saved = (cost.ms(64, OFFERED, 1024.0) - cost.ms(8, OFFERED, 1024.0)) / 1e3
     told = [policy.fewer_slots_pay(64, 8, 1024.0, round(2.0 / saved)) for _ in range(6)]
     assert told == [i == 2 for i in range(6)]
 
 
 def test_looks_soon_while_little_is_known(cost):
-    """Each kind of running requests by itself; where nothing is drafted or nothing chosen there is nothing to find out."""
-    lengths = VerifyPolicy(OFFERED, cost, "auto")
+    """Each kind of running requests by itself; where nothing is drafted there is nothing to find out."""
+    lengths = AutoPolicy(OFFERED, cost)
     assert [lengths.patience({"greedy": 1}, cycles) for cycles in (3, 32)] == [3, FIRST_CYCLES]
-    lengths.observe(OFFERED, {"greedy": np.zeros(FIRST_CYCLES, int)}, 1)
+    saw(lengths, WHOLE, {"greedy": np.zeros(FIRST_CYCLES, int)}, FIRST_CYCLES)
     assert lengths.patience({"greedy": 1}, 32) == 32
     assert lengths.patience({"greedy": 1, "sampled": 1}, 32) == FIRST_CYCLES
-    lengths.current = 1
-    assert lengths.patience({"sampled": 1}, 32) == VerifyPolicy(OFFERED, None, 4).patience({"greedy": 1}, 32) == 32
+    lengths.current = Length(1)
+    assert lengths.patience({"sampled": 1}, 32) == 32
 
 
 def test_experts_are_read_once_however_many_rows_take_them():
@@ -239,11 +234,11 @@ def test_costs_grow_with_rows_and_only_lengths_that_save_time_have_programs(name
         spent = [cost.ms(slots, n, 1024.0) for n in range(1, OFFERED + 1)]
         assert all(b > 0.97 * a for a, b in itertools.pairwise(spent))
         assert cost.ms(slots, OFFERED, 8192.0) > spent[-1]
-        found = VerifyPolicy(OFFERED, cost, "auto").candidates(slots, 1024.0)
-        assert found[0] == 1
-        assert found[-1] == OFFERED
-    assert len(VerifyPolicy(OFFERED, cost, "auto").candidates(2, 1024.0)) <= 3
-    assert len(VerifyPolicy(OFFERED, cost, "auto").candidates(64, 1024.0)) >= 4
+        found = AutoPolicy(OFFERED, cost).candidates(slots, 1024.0)
+        assert found[0] == Length(1)
+        assert found[-1] == WHOLE
+    assert len(AutoPolicy(OFFERED, cost).candidates(2, 1024.0)) <= 3
+    assert len(AutoPolicy(OFFERED, cost).candidates(64, 1024.0)) >= 4
 
 
 def test_measured_points_are_given_back():
@@ -274,6 +269,6 @@ def test_a_fixed_length_is_kept_and_texts_are_the_same():
     prompts = ["def main(", "class Stack:\n"]
     cut = dj.generate(model, prompts, params)
     assert max(n for row in cut for n in row.acceptance_lengths) == 4
-    assert set(model.engine.verify_policy.cycles) == {4}
+    assert set(model.engine.verify_policy.cycles) == {Length(4)}
     model.engine.verify_length = None
     assert [row.token_ids for row in dj.generate(model, prompts, params)] == [row.token_ids for row in cut]

@@ -9,11 +9,13 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 PEOPLE = 34  # sequences that there are; more than slots
 MOST = 16  # tokens of a block
@@ -108,8 +110,9 @@ def drawn_call(rng: np.random.Generator, shape: Shape, middle: int, *, offset: i
 def differing(form: Form, shapes: Sequence[Shape], *, free: str = "", moves: bool = True, turns: int = 2) -> list[Any]:
     """Tokens whose results differ: `(who, position)`. Compared are calls of one shape, and with `free` of several."""
     rng = np.random.default_rng(len(shapes))
-    run, seen = jax.jit(form.run, compiler_options=form.options or None), defaultdict[Any, list[bytes]](list)
+    seen = defaultdict[Any, list[bytes]](list)
     for shape in shapes:
+        run = _compiled(form, shape)
         kept = () if form.kept is None else (_written_before(form, run, shape),)
         own = tuple(size for axis, size in zip("BT", shape, strict=True) if axis not in free)
         for turn in range(turns):
@@ -126,6 +129,22 @@ def differing(form: Form, shapes: Sequence[Shape], *, free: str = "", moves: boo
                     seen[own, call.who[place], position].append(_digest(each[place, token] for each in rows))
     assert max(map(len, seen.values())) >= turns, "who is compared is in every call"
     return [key for key, bits in seen.items() if len({*bits}) > 1]
+
+
+def _compiled(form: Form, shape: Shape) -> Callable[..., Any]:
+    """`form.run` of a shape. Its weights and pages are arguments, as in an engine: XLA would fold them, for minutes."""
+    given = (
+        form.draw(drawn_call(np.random.default_rng(0), shape, form.middle)),
+        *(() if form.kept is None else (form.kept,)),
+    )
+    traced, found = jax.make_jaxpr(form.run, return_shape=True)(*given)
+
+    @partial(jax.jit, compiler_options=form.options or None)
+    def run(constants: Sequence[Any], *given: Any) -> Any:
+        flat = jaxpr_as_fun(ClosedJaxpr(traced.jaxpr, constants))(*jax.tree.leaves(given))
+        return jax.tree.unflatten(jax.tree.structure(found), flat)
+
+    return partial(run, traced.consts)
 
 
 def _digest(rows: Iterable[np.ndarray]) -> bytes:

@@ -137,11 +137,14 @@ PLACES = ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)]
 
 
 @pytest.mark.few
-@pytest.mark.parametrize("kind", PAIRS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.several if "devices" in kind else ()) for kind in PAIRS]
+)
 @pytest.mark.parametrize("place", PLACES)
 def test_small_pairs(place: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drafted, plain, alone, in batches of up to eight, again with the prompts' pages, and with pages for fewer."""
-    if len(jax.devices()) < (needed := {"two devices": 2, "four devices": 4}.get(kind, 1)):
+    needed = {"two": 2, "four": 4}[kind.split()[0]] if "devices" in kind else 1
+    if len(jax.devices()) < needed:
         pytest.skip(f"{needed} GPUs are not here")
     # Messages of every size are large ones: what promises nothing is never added up in shares.
     monkeypatch.setattr(collectives, "GATHERED_BYTES", 0)
@@ -207,11 +210,11 @@ def params(sampled: bool, index: int) -> dj.SamplingParams:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
-def test_the_shipped_pair(model: dj.Model, sampled: bool) -> None:
+@pytest.mark.parametrize("sampled", [(False, False), (True, True), (False, True)], ids=["greedy", "sampled", "both"])
+def test_the_shipped_pair(model: dj.Model, sampled: tuple[bool, bool]) -> None:
     """The second and third runs find the prompts' pages."""
     prompts = [row["text"] for row in json.loads(PROMPTS.read_text())]
-    each = [params(sampled, index) for index in range(len(prompts))]
+    each = [params(sampled[index % 2], index) for index in range(len(prompts))]
     served: Any = partial(dj.generate, model, prompts, each)
     drafted = [row.token_ids for row in served()]
     assert [row.token_ids for row in served(draft=False)] == drafted

@@ -381,7 +381,8 @@ def test_full_size_of_the_first_rows(form: str, features: int, depth: int) -> No
     every = call(x, weight, jnp.int32(512))
     check(form, x, weight, every)
     for live in (32, 129, 400):
-        np.testing.assert_array_equal(whole(form, call(x, weight, jnp.int32(live)))[:live], whole(form, every)[:live])
+        found = call(x, weight, jnp.int32(live))[..., :live, :]  # the others are not written
+        np.testing.assert_array_equal(whole(form, found), whole(form, every)[:live])
 
 
 @pytest.mark.gpu

@@ -18,6 +18,8 @@ from dflash_kernels import (
 )
 from dflash_kernels.core.mxfp4 import SHIFT
 from dflash_kernels.fused.experts.mosaic_gpu_mxfp4 import launch
+from dflash_kernels.fused.experts.mosaic_gpu_mxfp4_few_sm90 import DOWN, GATED
+from dflash_kernels.fused.experts.mosaic_gpu_mxfp4_one_sm90 import OneToken
 from dflash_kernels.fused.experts.plan_mxfp4 import Gate, plan
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -100,6 +102,49 @@ def test_kernel(tokens: int, taken: int, count: int, hidden: int, inner: int) ->
     check(call, matrices, taken, launch(**call, taken=taken, gate=GATE, ctas=3, interpret=INTERPRET))
 
 
+@pytest.mark.few("several")
+@pytest.mark.parametrize(
+    ("taken", "count", "hidden", "inner", "ctas"),
+    [(1, 2, 64, 64, 3), (3, 4, 192, 384, 5), (5, 6, 128, 64, 4), (4, 4, 320, 320, 7), (8, 9, 128, 192, 6)],
+    ids=["one", "several", "more than warps", "five consumers", "eight"],
+)
+def test_one_token(taken: int, count: int, hidden: int, inner: int, ctas: int) -> None:
+    """Its choices are groups: fewer items than CTAs and more, the same number of each CTA and not."""
+    call, matrices = make(1, count, hidden, inner)
+    assert plan(1, taken, count, hidden, inner, ctas, GATE).alone
+    check(call, matrices, taken, launch(**call, taken=taken, gate=GATE, ctas=ctas, interpret=INTERPRET))
+
+
+@pytest.mark.parametrize(
+    ("taken", "hidden", "inner", "ctas"),
+    [
+        (4, 2880, 2880, 132),
+        (4, 2880, 2880, 114),
+        (1, 64, 64, 3),
+        (3, 192, 384, 5),
+        (8, 960, 320, 132),
+        (2, 1920, 64, 16),
+    ],
+)
+def test_one_token_leaves_out_no_item(taken: int, hidden: int, inner: int, ctas: int) -> None:
+    """Of both products every item is one CTA's; of gpt-oss's, CTAs have as many tiles of weights as others, or one item's more."""
+    made = plan(1, taken, 32, hidden, inner, ctas, GATE)
+    steps: Any = 0
+    for stage, tiles in ((GATED, made.gated_tiles), (DOWN, made.down_tiles * made.parts)):
+
+        def items(index: jax.Array, stage: str = stage, tiles: int = tiles) -> jax.Array:
+            count, item_of = OneToken(made, (), {}, {}, {}, index).dealt(stage)
+            turns = jnp.arange(taken * tiles)
+            return jnp.where(turns < count, item_of(turns), -1)
+
+        found = np.asarray(jax.vmap(items)(jnp.arange(ctas, dtype=jnp.int32)))
+        assert np.array_equal(np.sort(found[found >= 0]), np.arange(taken * tiles))
+        assert all(np.all(np.diff(row[row >= 0]) > 0) for row in found)
+        steps = steps + (found >= 0).sum(axis=1) * OneToken(made, (), {}, {}, {}, 0).steps(stage)
+    if (hidden, ctas) == (2880, 132):
+        assert set(steps) == {12, 15}
+
+
 def shapes(tokens: int, count: int, hidden: int, inner: int) -> dict[str, Any]:
     """Of a call."""
     shaped = jax.ShapeDtypeStruct
@@ -174,9 +219,10 @@ def test_the_definition() -> None:
 
 
 def test_few_tokens_leave_few_multiprocessors_idle() -> None:
-    """One token's second product is cut into parts, those of many are not."""
-    plans = {tokens: plan(tokens, 4, 32, 2880, 2880, 132, GATE) for tokens in (1, 8, 64)}
-    assert {tokens: (one.consumers, one.parts) for tokens, one in plans.items()} == {1: (5, 3), 8: (5, 1), 64: (3, 1)}
+    """The second product of four tokens is cut into parts, those of many are not, nor is one token's, dealt out another way."""
+    plans = {tokens: plan(tokens, 4, 32, 2880, 2880, 132, GATE) for tokens in (1, 4, 8, 64)}
+    found = {tokens: (one.consumers, one.parts) for tokens, one in plans.items()}
+    assert found == {1: (5, 1), 4: (5, 3), 8: (5, 1), 64: (3, 1)}
     assert all((2880 // 64 // one.consumers) % one.parts == 0 for one in plans.values())
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -46,15 +47,17 @@ def run(case: Case, tuning: Tuning, interpret: Any, **more: Any) -> tuple[np.nda
     return np.asarray(out), np.asarray(lse)
 
 
-def check(case: Case, tuning: Tuning, interpret: Any, **more: Any) -> None:
+def check(case: Case, tunings: Tuning | Sequence[Tuning], interpret: Any, **more: Any) -> None:
     """Against float64: the output is rounded once to its dtype, and so are the weights that multiply the values."""
-    (out, lse), (true_out, true_lse) = run(case, tuning, interpret, **more), oracle(case)
+    true_out, true_lse = oracle(case)
     eps = float(jnp.finfo(case.q.dtype).eps)
-    np.testing.assert_allclose(out.astype(np.float64), true_out, rtol=0, atol=eps * max(np.abs(true_out).max(), 1))
     # int8 keys meet queries of two bytes a number; a GPU's exponentials are approximate.
     near = 1e-4 if interpret is None else 3e-5 if case.k_pages.dtype == np.int8 else 1e-5
-    np.testing.assert_allclose(lse, true_lse, rtol=near, atol=near)
-    assert (out[~np.isfinite(true_lse)] == 0).all()
+    for tuning in [tunings] if isinstance(tunings, Tuning) else tunings:
+        out, lse = run(case, tuning, interpret, **more)
+        np.testing.assert_allclose(out.astype(np.float64), true_out, rtol=0, atol=eps * max(np.abs(true_out).max(), 1))
+        np.testing.assert_allclose(lse, true_lse, rtol=near, atol=near)
+        assert (out[~np.isfinite(true_lse)] == 0).all()
 
 
 # T, group, page size, head dim, sequence lengths, query lengths, mask, tuning. Idle rows, short rows and rows before the sequence.

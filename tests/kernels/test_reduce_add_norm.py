@@ -85,7 +85,8 @@ def test_the_kernel_adds_as_the_definition_does(dtype: Any, zero_centered: bool)
     )
 
 
-ON_GPUS = [pytest.param("mosaic_gpu", count, rows, marks=pytest.mark.gpu) for count in (2, 4) for rows in (1, 16, 512)]
+GPUS = pytest.mark.gpu, pytest.mark.several
+ON_GPUS = [pytest.param("mosaic_gpu", count, rows, marks=GPUS) for count in (2, 4) for rows in (1, 16, 512)]
 
 
 @pytest.mark.parametrize(("implementation", "count", "rows"), [("xla", 4, 5), *ON_GPUS])
@@ -125,7 +126,7 @@ def test_rounds_of_a_loop_add_what_is_new_in_each(implementation: str, count: in
 
 
 @pytest.mark.parametrize(("implementation", "count", "rounds"), [
-    ("xla", 4, 20), *(pytest.param("mosaic_gpu", count, 100_000, marks=pytest.mark.gpu) for count in (2, 4)),
+    ("xla", 4, 20), *(pytest.param("mosaic_gpu", count, 100_000, marks=GPUS) for count in (2, 4)),
 ])  # fmt: skip
 def test_a_million_rounds_end(implementation: str, count: int, rounds: int) -> None:
     """Ten calls, each of one graph. What every device adds changes in each round and can be told beforehand, so that a word of

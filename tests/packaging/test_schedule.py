@@ -1,5 +1,6 @@
 """Jobs over GPUs, which are only names here; the processes are real."""
 
+import dataclasses
 import itertools
 import signal
 import sys
@@ -67,6 +68,19 @@ def test_one_job_at_a_time_on_each_gpu(run, job, tmp_path):
     # Both worked at the same time, which is what they are for.
     assert max(spans["a"][0][0], spans["b"][0][0]) < min(spans["a"][-1][1], spans["b"][-1][1])
     assert {one.job.name: one.gpu for one in outcomes}.keys() == {f"job{i}" for i in range(6)}
+
+
+def test_a_job_of_several_gpus_waits_for_them(run, job, tmp_path):
+    """And is passed over where there are fewer."""
+    note = tmp_path / "note"
+    several = [dataclasses.replace(job(f"job{count}", NOTE, note, 0.1), gpus=count) for count in (1, 2, 1, 3)]
+    *ended, missing = run(*several)
+    assert [one.code for one in ended] == [0] * 3
+    assert (str(missing), missing.job.gpus) == ("not started: takes 3 GPUs", 3)
+    first, second, third = map(str.split, note.read_text().splitlines())
+    assert sorted(second[0].split(",")) == ["a", "b"]
+    assert first[2] <= second[1]
+    assert second[2] <= third[1]
 
 
 def test_jobs_begin_in_order(run, job, tmp_path):

@@ -58,7 +58,8 @@ def test_the_longest_begin_first_and_named_ones_as_named(suite, jobs):
     abouts = [jobs.BENCHMARKS[name][1] for name in suite.chosen(None, False)]
     assert abouts == sorted(abouts, reverse=True)
     assert set(suite.chosen(None, False)) == set(jobs.BENCHMARKS)
-    assert suite.chosen(None, True)[-5:] == ["tests1", "tests2", "tests3", "tests4", "tests_large"]
+    tests = ["tests_several", "tests1", "tests2", "tests3", "tests4", "tests_large"]
+    assert suite.chosen(None, True)[-6:] == tests
     assert suite.chosen(["pair", "verify*", "pair*"], False)[:4] == ["pair", "verify_1_8", "verify_32_64", "pair_int8"]
     assert suite.chosen(["tests*"], False) == jobs.TESTS
     with pytest.raises(SystemExit, match="no job is named pears; there are decode_4b, "):
@@ -73,10 +74,14 @@ def test_jobs_say_where_rows_go_and_what_was_measured(jobs):
 
 
 def test_tests_share_the_memory_of_their_gpu(jobs, monkeypatch):
-    *parts, large = [jobs.job(name, Path("/run"), None, 8) for name in jobs.TESTS]
+    several, *parts, large = [jobs.job(name, Path("/run"), None, 8) for name in jobs.TESTS]
     for i, part in enumerate(parts, 1):
-        assert {"gpu and not large", f"--part={i}/{len(parts)}", "--numprocesses=8"} <= set(part.words)
-        assert 0.5 < 8 * float(part.environment["XLA_PYTHON_CLIENT_MEM_FRACTION"]) < 0.95
+        assert {"gpu and not large and not several", f"--part={i}/{len(parts)}", "--numprocesses=8"} <= set(part.words)
+        assert part.gpus == 1
+    for job in (several, *parts):
+        assert 0.5 < 8 * float(job.environment["XLA_PYTHON_CLIENT_MEM_FRACTION"]) < 0.95
+    assert "gpu and several" in several.words
+    assert several.gpus == 2
     assert "gpu and large" in large.words
     assert not large.environment
     assert not any(word.startswith("--numprocesses") for word in large.words)
@@ -149,16 +154,20 @@ def test_gpus_are_those_that_are_visible(suite, tmp_path, monkeypatch):
     assert suite.visible_gpus() == ["0", "1"]
 
 
-def test_what_tests_said_is_read_from_their_report(suite, jobs, tmp_path):
+def test_what_tests_said_is_told_as_they_end(suite, jobs, tmp_path):
+    """What is told by one that ends the run, too."""
     text = (
         "import pytest\ndef test_a(): pass\ndef test_b(): assert 0\ndef test_c(): pytest.skip()\ndef test_d(x): pass\n"
+        "def test_e(): import os; os._exit(9)\n"
     )
     (tmp_path / "test_it.py").write_text(text)
-    report = f"--junitxml={tmp_path / jobs.JUNIT}"
+    told = "-p", "conftest", f"--outcomes={tmp_path / jobs.OUTCOMES}"
     subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", report, "test_it.py"], cwd=tmp_path, capture_output=True, check=False
-    )
-    assert suite.found(tmp_path) == "1 passed, 1 failed, 1 errors, 1 skipped"
+        [sys.executable, "-m", "pytest", "-q", *told, "test_it.py"], cwd=tmp_path, capture_output=True, check=False,
+        env=os.environ | {"PYTHONPATH": str(ROOT / "tests")},
+    )  # fmt: skip
+    assert suite.found(tmp_path) == "1 passed, 1 failed, 1 error, 1 skipped"
+    assert ["assert 0" in test.get("said", "") for test in suite.tests_of(tmp_path)] == [False, True, False, False]
 
 
 @pytest.fixture

@@ -116,6 +116,7 @@ def test_two_processes(small):
 
 
 @pytest.mark.gpu
+@pytest.mark.several
 def test_two_processes_with_two_gpus_each(tmp_path):
     """As on two hosts, each with two GPUs: the text of one process that has all four."""
     if hosts._gpus_here() < 4:

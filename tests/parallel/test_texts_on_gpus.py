@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -143,9 +144,10 @@ def folder_of(case: Case, root: Path) -> Path:
 
 
 def compiled(model: Any, asked: list[list[int]], params: Any, drafts: tuple[bool, ...]) -> None:
-    """Compiles side by side what these texts take, for one width of page tables in place of several."""
+    """Compiles side by side what these texts take, for one width of page tables in place of several, and prompts in as many
+    pieces."""
     engine = model.engine
-    engine.buckets = replace(engine.buckets, width=engine.buckets.width[-1:])
+    engine.buckets = replace(engine.buckets, width=engine.buckets.width[-1:], pieces=engine.buckets.pieces[-1:])
     runs = [engine.run(make_requests(model, asked, params), draft=draft, cycles=GENERATE_CYCLES) for draft in drafts]
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda job: job(), [job for run in runs for job in run.first_jobs()]))
@@ -164,24 +166,42 @@ def distances(model: Any, prompts: list[list[int]], texts: list[list[int]]) -> n
     return np.asarray(found)
 
 
+class Shared:
+    """What the tests of a case share, made when the first of them asks for it: where GPUs are missing none does."""
+
+    def __init__(self, name: str, root: Path) -> None:
+        self.name, self.root = name, root
+
+    @cached_property
+    def case(self) -> Case:
+        return CASES[self.name]()
+
+    @cached_property
+    def folder(self) -> Path:
+        return folder_of(self.case, self.root)
+
+    @cached_property
+    def judge(self) -> Any:
+        judge = dj.load(self.folder, dtype="float32", draft=False, **OPTIONS | self.case.options)
+        compiled(judge, [[7] * (length + GREEDY.max_tokens) for length in LENGTHS], SCORED, (False,))
+        return judge
+
+
 @pytest.fixture(scope="module", params=CASES)
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Case, Path, Any]:
-    """A case's name, what it is, its folder, and who judges."""
-    found = CASES[request.param]()
-    folder = folder_of(found, tmp_path_factory.mktemp("shared"))
-    judge = dj.load(folder, dtype="float32", draft=False, **OPTIONS | found.options)
-    compiled(judge, [[7] * (length + GREEDY.max_tokens) for length in LENGTHS], SCORED, (False,))
-    return request.param, found, folder, judge
+def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Shared:
+    return Shared(request.param, tmp_path_factory.mktemp("shared"))
 
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:the drafter's tokens are hardly ever accepted")
-@pytest.mark.parametrize("ranks", [2, 4, 1])
-def test_texts_of_several_gpus_are_the_most_likely(case: Any, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(2, marks=pytest.mark.several), pytest.param(4, marks=pytest.mark.several), 1]
+)
+def test_texts_of_several_gpus_are_the_most_likely(shared: Shared, ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """One GPU too: what bfloat16 itself costs."""
-    name, found, folder, judge = case
-    if len(jax.devices()) < ranks or ranks not in (1, *found.ranks):
+    if len(jax.devices()) < ranks or ranks not in (1, *shared.case.ranks):
         pytest.skip(f"{ranks} GPUs are not here, or not for this case")
+    name, found, folder, judge = shared.name, shared.case, shared.folder, shared.judge
     monkeypatch.setattr(switches, "RANK_EXCHANGE_DELTA", found.delta)
     started, rng = time.monotonic(), np.random.default_rng(2)
     prompts: list[list[int]] = [rng.integers(5, VOCAB, size).tolist() for size in LENGTHS]
@@ -207,6 +227,7 @@ def test_texts_of_several_gpus_are_the_most_likely(case: Any, ranks: int, monkey
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore:the drafter's tokens are hardly ever accepted")
+@pytest.mark.several
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_agree_after_a_thousand_cycles(ranks: int, tmp_path: Path) -> None:
     """What is the same on all ranks is so to the last bit, in the middle of long texts."""

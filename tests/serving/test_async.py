@@ -69,6 +69,15 @@ def test_a_stream_is_its_text_in_pieces_and_a_slow_reader_gets_few(model, texts)
     assert_free(model)
 
 
+@pytest.mark.parametrize("cycles", [0, "4", None, 1.5])
+def test_wrong_numbers_of_cycles_are_named(model, cycles):
+    async def read():
+        return [piece async for piece in dj.astream(model, PROMPTS[0], GREEDY, cycles=cycles)]
+
+    with pytest.raises(dj.ParameterError, match="cycles must be an integer of at least 1"):
+        asyncio.run(read())
+
+
 def test_leaving_gives_pages_back(model):
     """By a time limit, by cancelling a task that waits for its slot or runs, by a loop left, by closing the engine."""
 
@@ -147,6 +156,58 @@ def test_an_impatient_reader_gets_nothing_and_loses_nothing():
         assert [piece.text for piece in await feed.take(0.0)] == ["b"]
 
     asyncio.run(main())
+
+
+def test_one_timer_serves_many_waits(monkeypatch):
+    """A wait that ends before its patience leaves its timer to the next one, which has patience of its own all the same."""
+
+    async def main():
+        loop, made = asyncio.get_running_loop(), []
+        monkeypatch.setattr(loop, "call_at", lambda *args, at=loop.call_at: made.append(args) or at(*args))
+        feed, began = Feed(Bell(loop)), time.perf_counter()
+        for _ in range(5):
+            loop.call_soon(lambda: feed.put(Piece(0, "a", [1]))())
+            assert [piece.text for piece in await feed.take(0.2)] == ["a"]
+        assert len(made) == 1
+        assert await feed.take(0.3) == []
+        assert time.perf_counter() - began >= 0.3
+        assert len(made) == 2  # the first one rang too early
+        feed.put(Piece(0, "b", [2]))
+        assert [piece.text for piece in await feed.take(0.2)] == ["b"]
+        assert await feed.take(0.05) == []
+        assert len(made) == 3
+
+    asyncio.run(main())
+
+
+def test_first_and_last_pieces_are_told_first(model, monkeypatch):
+    """Their users wait longest, or may ask again; those who go on are woken behind them."""
+    told = []
+
+    def note(self, event, *, first=False):
+        told.append(first)
+        rung(self, event, first=first)
+
+    rung = Bell.note
+    monkeypatch.setattr(Bell, "note", note)
+
+    async def ask():
+        params = dj.SamplingParams(max_tokens=24, ignore_eos=True)
+        return [piece async for piece in dj.AsyncEngine(model).stream(PROMPTS[0], params, cycles=1)]
+
+    asyncio.run(ask())
+    assert len(told) > 3
+    assert told == [True, *[False] * (len(told) - 2), True]
+
+    async def order():
+        bell, events = Bell(asyncio.get_running_loop()), [asyncio.Event() for _ in range(AT_ONCE + 2)]
+        for event in events:
+            rung(bell, event, first=event is events[-1])
+        bell.ring()
+        await asyncio.sleep(0)
+        return [event.is_set() for event in events]
+
+    assert asyncio.run(order()) == [*[True] * (AT_ONCE - 1), False, False, True]
 
 
 def test_readers_are_woken_together_and_let_the_loop_look_up(monkeypatch):

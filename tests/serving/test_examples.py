@@ -71,9 +71,15 @@ def test_batch_jsonl(example, texts, tmp_path):
 
 
 def test_chat_loop(example, monkeypatch, capsys):
-    said = iter(["hello", "again", ""])
-    monkeypatch.setattr("builtins.input", lambda _: next(said))
-    chat = example("chat_loop").main(["it", "8"])
+    said = ["hello", "again"]
+
+    def asked(_):
+        if not said:
+            raise EOFError
+        return said.pop(0)
+
+    monkeypatch.setattr("builtins.input", asked)
+    chat = example("chat_loop").main(["it", "--max-tokens", "8"])
     assert [message["content"] for message in chat.history[::2]] == ["hello", "again"]
     assert capsys.readouterr().out == "".join(f"{message['content']}\n" for message in chat.history[1::2])
 

@@ -29,3 +29,5 @@ def test_a_key_is_needed_under_any_path() -> None:
 def test_an_empty_key_is_refused(key: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--api-key", key]) == USAGE
     assert "--api-key must not be empty" in capsys.readouterr().err
+    assert main(["serve", "--served-model-name", "pair", key]) == USAGE
+    assert "--served-model-name must not be empty" in capsys.readouterr().err

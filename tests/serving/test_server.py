@@ -281,7 +281,16 @@ WRONG = [
     ),
     ("/v1/nothing", {}, 404, None, None),
     ("/v1/models", {}, 405, None, None),
+    ("/tokenize", {}, 400, "prompt", "invalid_value"),
 ]
+
+
+SAID = {
+    ("/v1/nothing", 404): "there is no path /v1/nothing: there are /v1/completions, ",
+    ("/v1/models", 405): "/v1/models takes GET",
+    ("/v1/completions", 413): "and this one has more",
+    ("/tokenize", 400): "prompt must be a text, got nothing",
+}
 
 
 @pytest.mark.parametrize(("path", "body", "status", "param", "code"), WRONG, ids=range(len(WRONG)))
@@ -291,6 +300,8 @@ def test_errors_are_objects(port, path, body, status, param, code):
     assert (came, error["param"], error["code"]) == (status, param, code), error
     assert error["type"] == "invalid_request_error"
     assert headers["x-request-id"]
+    if said := SAID.get((path, status)):
+        assert said in error["message"]
 
 
 def broken_body(rng: random.Random) -> bytes:

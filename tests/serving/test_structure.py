@@ -191,7 +191,7 @@ def test_the_server_takes_every_form(model, monkeypatch):
     ("fields", "template", "said"),
     [
         ({"tool_choice": "required"}, "<tool_call>", "needs tools"),
-        ({"tool_choice": {"type": "function", "function": {"name": "h"}}, "tools": TOOLS}, "<tool_call>", "which is no tool"),
+        ({"tool_choice": {"type": "function", "function": {"name": "h"}}, "tools": TOOLS}, "<tool_call>", "is no tool: there are"),
         ({"tool_choice": {"type": "function"}, "tools": TOOLS}, "<tool_call>", "must be auto, none, required or"),
         ({"tool_choice": "required", "tools": TOOLS}, "", "calls of a form that is known"),
         ({"tool_choice": "required", "tools": TOOLS, "guided_regex": "a"}, "<tool_call>", "both say what the text is"),

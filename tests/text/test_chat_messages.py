@@ -50,6 +50,15 @@ def test_messages_that_a_template_would_pass_over_are_refused(messages: list[dic
         chat(template, messages)
 
 
+def test_parts_that_a_template_would_write_as_python_does_are_refused() -> None:
+    """As one does that knows of texts alone and does not ask."""
+    template = "{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
+    parts = ({"type": "text", "text": "it's é"},)
+    for content in (parts, list(parts), ["one", "two"]):
+        with pytest.raises(PromptError, match=r"writes messages\[1\], a list of parts, brackets and all"):
+            chat(template, [MESSAGES[0], {"role": "user", "content": content}])
+
+
 def test_messages_that_say_something_in_another_way_pass() -> None:
     parts = "{% for m in messages %}{% for part in m.content %}{{ part.text | trim }}{% endfor %}{% endfor %}"
     said = [{"role": "user", "content": [{"type": "text", "text": "a\n'é'"}]}]

@@ -181,6 +181,19 @@ def test_a_drafter_is_trained_in_two_parts_and_loads(tmp_path, capsys):
     assert "has no answer: add --regenerate" in said
 
 
+def test_places_that_cannot_be(tmp_path, capsys):
+    data, kept = tmp_path / "data.jsonl", tmp_path / "kept"
+    kept.write_text("")
+    words = ["train", "--data", str(data), "--output"]
+    assert main([*words, str(tmp_path / "out"), "--work", str(kept)]) == 2
+    assert "kept is a file: name another folder with --work" in capsys.readouterr().err
+    assert main([*words, str(tmp_path / "out"), "--layers", "99999999999999999999"]) == 2
+    assert "layers must be at most 1024" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([*words, ""])
+    assert "argument --output: an empty path was given" in capsys.readouterr().err
+
+
 def test_a_run_that_never_began_binds_nobody(tmp_path, capsys):
     """A file that is not there, a wrong number: the corrected command is taken, in the same work folder."""
     out, data = tmp_path / "drafter", tmp_path / "data.jsonl"

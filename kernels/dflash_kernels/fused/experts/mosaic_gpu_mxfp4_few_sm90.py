@@ -236,7 +236,7 @@ def consume(cta: Cta, warpgroup: Any) -> None:
 
     def of_item(item: Item) -> None:
         pl.when(item.begins)(lambda: plgpu.barrier_wait(cta.buffers["rows_in"].at[rem(item.turn, 2)]))
-        own, slot = _mainloop(cta, warpgroup, item), rem(item.number, KEPT)
+        own, slot = mainloop(cta, warpgroup, item), rem(item.number, KEPT)
         pl.when(item.number >= KEPT)(lambda: plgpu.barrier_wait(added.at[slot]))
         keep(cta.buffers["kept"].at[slot, warpgroup], own)
         arrive_by_warps(cta.places["kept_in"], slot)
@@ -246,7 +246,7 @@ def consume(cta: Cta, warpgroup: Any) -> None:
     Ring(KEPT, None, added).drain(items)
 
 
-def _mainloop(cta: Cta, warpgroup: Any, item: Item) -> Any:
+def mainloop(cta: Cta, warpgroup: Any, item: Item) -> Any:
     """One consumer's tiles of a work item times a group's columns, `[64, columns]` float32."""
     plan, ring, weights, count = cta.plan, cta.ring, cta.buffers["weights"], cta.steps(item.stage)
     rows = cta.buffers["rows"].at[rem(item.turn, 2)]
@@ -294,7 +294,7 @@ def finish(cta: Cta) -> None:
         pl.when(item.begins & (item.group > first) & (ahead < end))(
             lambda: _load(cta, item.stage, ahead, item.turn + 1)
         )
-        slot, kept, bias = rem(item.number, KEPT), cta.buffers["kept"], _bias(cta, item)
+        slot, kept, bias = rem(item.number, KEPT), cta.buffers["kept"], bias_of(cta, item)
         plgpu.barrier_wait(cta.buffers["kept_in"].at[slot])
         product = zeros((TILE, cta.plan.columns))
         for consumer in range(cta.plan.consumers):
@@ -320,7 +320,7 @@ def _load(cta: Cta, stage: str, group: Any, turn: Any) -> None:
     arrive_by_warps(cta.places["rows_in"], place)
 
 
-def _bias(cta: Cta, item: Item) -> Any:
+def bias_of(cta: Cta, item: Item) -> Any:
     """Of a work item's rows: asked for while consumers multiply, not when they have."""
     plan, (expert, _, _), bias = cta.plan, cta.group(item.group), cta.refs[BIASES[item.stage]]
     if item.stage == GATED:

@@ -6,7 +6,8 @@ the consumers share, since widening four bits keeps several warpgroups busy. Eac
 exactly, and multiplies; the first one adds up what they have and runs the epilogue. Where tokens are so few that the second product
 has too few items for the GPU, its columns are cut into parts, whose results are added by whoever wants them.
 
-Where rows are so few that all their columns fit shared memory, `mosaic_gpu_mxfp4_few_sm90` does the same another way.
+Where rows are so few that all their columns fit shared memory, `mosaic_gpu_mxfp4_few_sm90` does the same another way, and
+`mosaic_gpu_mxfp4_one_sm90` of one token.
 """
 
 # pyright: reportAbstractUsage=false, reportPrivateImportUsage=false
@@ -23,6 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dflash_kernels.core.mxfp4 import PIECE, PIECES, SHIFT, TILE
 from dflash_kernels.fused.experts import mosaic_gpu_mxfp4_few_sm90 as few
+from dflash_kernels.fused.experts import mosaic_gpu_mxfp4_one_sm90 as one
 from dflash_kernels.fused.experts.plan_mxfp4 import Mxfp4Plan
 from dflash_kernels.fused.experts.routing_sm90 import sort_entries
 from dflash_kernels.fused.experts.rows_sm90 import gather_rows, store_out
@@ -62,12 +64,15 @@ def experts(
         "inner": jax.ShapeDtypeStruct((plan.entries, plan.inner), x.dtype),
         "out": jax.ShapeDtypeStruct((plan.parts, plan.top_k, plan.tokens, plan.hidden), jnp.float32),
     }
-    name, body, memory = "mxfp4_experts_gated_down", program(plan), scratch(plan, x.dtype)
-    if plan.resident:
-        name, body, memory = "mxfp4_experts_few_gated_down", few.program(plan), few.scratch(plan, x.dtype)
+    name, made, warpgroups = "mxfp4_experts_gated_down", (program, scratch), plan.consumers + 2
+    if plan.alone:
+        name, made, warpgroups = "mxfp4_experts_one_gated_down", (one.program, one.scratch), plan.consumers + 3
+    elif plan.resident:
+        name, made = "mxfp4_experts_few_gated_down", (few.program, few.scratch)
+    body, memory = made[0](plan), made[1](plan, x.dtype)
     return stages.launch(
         body, name, (GATED, DOWN), given, results, interpret=interpret, scratch_types=memory, grid=(plan.ctas,),
-        grid_names=("cta",), num_threads=plan.consumers + 2, thread_name="wg",
+        grid_names=("cta",), num_threads=warpgroups, thread_name="wg",
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )["out"]  # fmt: skip
 

@@ -41,6 +41,7 @@ class Mxfp4Plan(Plan):
       parts: of the columns of the second product, whose results are added by whoever wants them.
       resident: whether whole rows lie in shared memory (`mosaic_gpu_mxfp4_few_sm90`).
       unit: tiles of one consumer in one stage of the ring.
+      alone: whether there is one token, whose choices are known to be groups (`mosaic_gpu_mxfp4_one_sm90`).
     """
 
     gate: Gate = Gate(1.0, 1.0)
@@ -48,6 +49,7 @@ class Mxfp4Plan(Plan):
     parts: int = 1
     resident: bool = False
     unit: int = 1
+    alone: bool = False
 
     @property
     def gated_tiles(self) -> int:
@@ -56,6 +58,25 @@ class Mxfp4Plan(Plan):
     @property
     def down_tiles(self) -> int:
         return self.hidden // TILE
+
+    @property
+    def dealt(self) -> tuple[int, int, int]:
+        """How one token's items of the second product are dealt out after those of the first, so that CTAs end together.
+
+        The CTAs that have one more item of the first product than the others; how many of the second those others have before the
+        last ones; and how many last ones there are, one for each CTA or none.
+        """
+        first, items = self.top_k * self.gated_tiles, self.top_k * self.down_tiles * self.parts
+        busy = first % self.ctas or self.ctas
+        last = self.ctas if items >= self.ctas else 0
+        idle, rest = self.ctas - busy, items - last
+        longer = self.hidden * self.parts / self.inner  # an item of the first product, in items of the second
+
+        def longest(of_idle: int) -> float:
+            return float(max(longer - (-max(rest - idle * of_idle, 0) // busy), of_idle))
+
+        choices = range(-(-rest // idle), -1, -1) if idle else [0]
+        return busy, min(choices, key=longest), last
 
 
 def plan(
@@ -77,7 +98,8 @@ def plan(
     rows = 2 * max(hidden, inner) * columns * 2
     resident = columns == 8 and rows <= MOST_RESIDENT
     unit = next(u for u in UNITS if all(size % (consumers * u) == 0 for size in units)) if resident else 1
-    parts = _parts(tokens, top_k, experts, units, consumers * unit, ctas)
+    alone = resident and tokens == 1 and top_k <= columns and chooses
+    parts = 1 if alone else _parts(tokens, top_k, experts, units, consumers * unit, ctas)
     x_stage = consumers * TILE * 2 * columns
     x_stages = max(X_SHARED // x_stage, 3) if columns > 8 else 8
     tables, kept = tables_size(entries, experts, columns), consumers * TILE * columns * 4
@@ -85,7 +107,7 @@ def plan(
     stages = min((SHARED - tables - held) // (consumers * unit * TILE_BYTES), 16)
     return Mxfp4Plan(
         tokens, top_k, experts, hidden, inner, columns, TILE // 2, stages, x_stages, ctas, CHOICE if chooses else None, gate,
-        consumers, parts, resident, unit,
+        consumers, parts, resident, unit, alone,
     )  # fmt: skip
 
 

@@ -172,3 +172,35 @@ def touch_tiles(source: Any, experts: Any, begin: Any, end: Any, *, tiles: int, 
         expert = th.shared_word(th.address(experts, space=3), group)
         line = th.add(th.mul(expert, tiles), tile)
         th.inline("prefetch.global.L2 [$0];", th.word_address(source, th.mul(line, MATRIX_ROWS // 2)))
+
+
+def _store_column_interpreted(target: Any, tile: Any, shares: Any, column: Any) -> None:
+    for place in range(tile.shape[1]):
+
+        @pl.when(place == column)
+        def _(place=place):
+            target[...] = tile[:, place] * shares[place]
+
+
+@thread_op(args=(GLOBAL, MATRIX, GLOBAL, SCALAR), interpret=_store_column_interpreted)
+def store_column(target: Any, tile: Any, shares: Any, column: Any) -> None:
+    """`target[row] = shares[column] * tile[row, column]` of one column.
+
+    Args:
+      target: `[64]` float32 in global memory; tile: `[64, N]` float32; shares: of the columns, in shared memory.
+    """
+    share = th.as_real(th.shared_word(th.address(shares, space=3), column))
+
+    def store(value: Any, position: Any) -> None:
+        row, place = (th.index_word(one) for one in position)
+        there = th.compare(place, "eq", column)
+        th.when(there, "st.global.f32 [$0], $1;", th.word_address(target, row), th.fmul(value, share))
+
+    tile.foreach(store)
+
+
+@thread_op(args=(GLOBAL, SCALAR), interpret=lambda *_: None)
+def touch_tile(source: Any, line: Any) -> None:
+    """Brings 64 numbers of two bytes to the L2, those from `64 * line` on."""
+    with th.branch(th.compare(th.thread(), "eq", 0)):
+        th.inline("prefetch.global.L2 [$0];", th.word_address(source, th.mul(line, MATRIX_ROWS // 2)))
