@@ -692,7 +692,7 @@ def learn(core: Resources, rows: Sequence[Row], setup: Setup, emitted: Emitted) 
 
 
 def _company(core: Resources, job: Job) -> Company:
-    return core.company(job.draft, job.needs.mode)
+    return core.company(job.draft, job.needs)
 
 
 def _jobs(batch: Batch, needs: Needs, slots: int, length: Length) -> Jobs:
