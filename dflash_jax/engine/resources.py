@@ -30,7 +30,7 @@ from dflash_jax.engine.acceptance_estimate import AcceptanceEstimate
 from dflash_jax.engine.buckets import Buckets, round_up
 from dflash_jax.engine.cascade import CascadePolicy, layer_costs
 from dflash_jax.engine.cycle_costs import CycleCost, cycle_cost
-from dflash_jax.engine.requests import ADJUSTING, LONGEST_WORD, MOST_WORDS, Request
+from dflash_jax.engine.requests import ADJUSTING, LONGEST_WORD, MOST_WORDS, Needs, Request
 from dflash_jax.engine.verify_auto import AutoPolicy
 from dflash_jax.engine.verify_policy import Length, VerifyLength, VerifyPolicy
 from dflash_jax.errors import CapacityError, ParameterError, PromptError
@@ -58,11 +58,11 @@ class Company(NamedTuple):
 
     Attributes:
       draft: whether programs hold the drafter.
-      adjusted: where texts are exact, how logits are changed: a program for more would give others another form of the choice.
+      needs: where texts are exact, what tells their programs from others': no two programs are known to give a row the same bits.
     """
 
     draft: bool
-    adjusted: Mode | None = None
+    needs: Needs | None = None
 
 
 @dataclass
@@ -392,8 +392,8 @@ class Resources:
     def setup(self, *, mode: Mode, draft: bool, logprobs: bool = False, sampling: bool = True) -> Setup:
         """What the programs for such requests are compiled for; `sampling` matters to modes that are greedy without."""
         if self.exact:
-            # Who drafts is told to each call, and every way to choose tokens has one form.
-            draft, sampling, mode = True, True, "full" if mode == "sampled" else mode
+            # Who drafts is told to each call, and every way to choose tokens has one form: the greedy program gave rows other bits.
+            draft, sampling, mode = True, True, mode if mode in ADJUSTING else "full"
         drafter = self.draft if draft else None
         return Setup(
             self.target, drafter, mode, logprobs, self.proposals, self.draft_temperature,
@@ -404,11 +404,12 @@ class Resources:
             pictures=self.pictures,
         )  # fmt: skip
 
-    def company(self, draft: bool, mode: Mode) -> Company:
+    def company(self, draft: bool, needs: Needs) -> Company:
         """Which requests run side by side: those of one company."""
         if not self.exact:
             return Company(draft)
-        return Company(self.draft is not None, mode if mode in ADJUSTING else None)
+        mode: Mode = needs.mode if needs.mode in ADJUSTING else "full"
+        return Company(self.draft is not None, needs._replace(mode=mode, sampling=True))
 
     @property
     def verify_policy(self) -> VerifyPolicy:

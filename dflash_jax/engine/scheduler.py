@@ -672,7 +672,8 @@ def choose_slots(batch: Batch, most: int) -> int:
     fewer = round_up(max(1, len(batch.slots.taken)), core.buckets.batch)
     if fewer >= now:
         return now
-    cycles, length, moves = batch.cycles, batch.verified, [(now, fewer), (fewer, most)]
+    cycles, moves = batch.cycles, [(now, fewer), (fewer, most)]
+    length = core.verify_policy.with_slots(fewer, batch.context) if batch.draft else Length(1)
     there = {_resize_status(batch, *move) for move in moves}
     if {*there, _loop_status(batch, batch.needs, fewer, cycles, length)} == {"compiled"}:
         return fewer
@@ -691,7 +692,7 @@ def learn(core: Resources, rows: Sequence[Row], setup: Setup, emitted: Emitted) 
 
 
 def _company(core: Resources, job: Job) -> Company:
-    return core.company(job.draft, job.needs.mode)
+    return core.company(job.draft, job.needs)
 
 
 def _jobs(batch: Batch, needs: Needs, slots: int, length: Length) -> Jobs:

@@ -216,9 +216,16 @@ class AutoPolicy(VerifyPolicy):
         thin |= 2 * known < len(self.running) > 1
         return min(cycles, FIRST_CYCLES) if thin and self.current.tokens > 1 else cycles
 
+    def with_slots(self, slots: int, context: float) -> Length:
+        """See `VerifyPolicy.with_slots`: the present length, or the next longer one that may be chosen there."""
+        found = self.candidates(slots, context)
+        longer = (length for length in found if not length.shared and length.tokens >= self.current.tokens)
+        return self.current if self.current in found else next(longer, self.whole)
+
     def fewer_slots_pay(self, slots: int, fewer: int, context: float, cycles: int) -> bool:
         """See `VerifyPolicy.fewer_slots_pay`."""
-        saved = self.cycle_ms(slots, self.current, context) - self.cycle_ms(fewer, self.current, context)
+        then = self.with_slots(fewer, context)
+        saved = self.cycle_ms(slots, self.current, context) - self.cycle_ms(fewer, then, context)
         return self.worth_compiling((slots, fewer, self.current), saved / 1e3 * cycles)
 
     def worth_compiling(self, key: object, seconds: float) -> bool:

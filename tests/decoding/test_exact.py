@@ -125,6 +125,28 @@ def test_penalties_are_in_batches_of_their_own(exact, make_prompts):
     assert together[1:2] == exact.run(prompts[1:2], each[1:2], draft=False)[0]
 
 
+def test_who_shares_a_program(make_pair):
+    """Whoever may stand beside a request runs in its program: of two programs a GPU gave a row other bits."""
+    engine = make_pair(edit=sixteen_bits, **EXACT).engine
+    laws = ("greedy", "sampled", "full")
+    assert len({engine.setup(mode=mode, draft=draft) for mode in laws for draft in (True, False)}) == 1
+
+    def company(**params):
+        return engine.company(True, Request(0, (1,), SamplingParams(**params)).needs)
+
+    assert company() == company(temperature=1.0) == company(temperature=1.0, top_k=5) == company(min_tokens=2)
+    others = [company(logprobs=0), company(stop_token_ids=list(range(20))), company(presence_penalty=0.5), company()]
+    assert len({*others}) == len(others)
+    assert company(presence_penalty=0.5) == company(presence_penalty=0.5, temperature=1.0)
+
+
+@pytest.mark.few
+def test_log_probabilities_are_in_batches_of_their_own(exact, make_prompts):
+    prompts, each = make_prompts((20, 7, 40)), [GREEDY, SamplingParams(max_tokens=20, logprobs=2), SAMPLED]
+    together = exact.run(prompts, each)[0]
+    assert together == [exact.run([prompt], one)[0][0] for prompt, one in zip(prompts, each, strict=True)]
+
+
 @pytest.mark.few
 def test_warming_up_leaves_nothing_to_compile(make_pair, make_prompts):
     pair = make_pair(edit=sixteen_bits, **EXACT | {"max_batch": 2})

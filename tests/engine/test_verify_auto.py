@@ -209,6 +209,21 @@ def test_rows_are_not_shared_where_that_was_not_measured() -> None:
     assert AutoPolicy(16, Rows(), "per_request", sharing=False).shares(32)
 
 
+def test_fewer_slots_verify_what_may_be_chosen_there() -> None:
+    """Otherwise a batch that empties would move to programs that its next choice is not among."""
+
+    class Few(Rows):
+        def ms(self, slots: int, verified: int, context: float, *, proposed: int | None = None) -> float:
+            return super().ms(slots, verified, context, proposed=proposed) + (9.0 if proposed and slots < 16 else 0.0)
+
+    policy = AutoPolicy(16, Few())
+    policy.current = Length(6, shared=True)
+    assert policy.with_slots(32, 100.0) == Length(6, shared=True)
+    assert policy.with_slots(8, 100.0) == Length(8)
+    policy.current = Length(4)
+    assert policy.with_slots(1, 100.0) in policy.candidates(1, 100.0)
+
+
 def test_whoever_insists_has_rows_shared() -> None:
     """Lengths between the pending token and the whole block are means; equal requests have no others."""
     policy = AutoPolicy(16, Rows(), "per_request")

@@ -83,9 +83,13 @@ def attention(
     window: int | None = None,
     sinks: bool = False,
     told: bool = True,
+    few: bool = False,
 ) -> Form:
-    """`told`: that rows are to know of no other, which kernels over pages in eight bits do not do by themselves."""
+    """`told`: that rows are to know of no other, which kernels over pages in eight bits do not do by themselves. `few`: heads and
+    pages of the pair that ships, of whose blocks a token's rows may lie in two CTAs, and whose splits have a tile each."""
     heads, kv_heads, dim, middle = (32, 8, 128, REAL_MIDDLE) if real else (4, 1, 64, 126)
+    if few:
+        heads, kv_heads, dim, middle = (5, 1, 64, 272) if real else (5, 1, 64, 80)
     table = pages(middle)
     k, v = (pool(table.size, kv_heads, dim, stored, salt=salt) for salt in range(2))
     given: Any = {
@@ -347,6 +351,18 @@ OVER_PAGES = {
     ),
     "attention of prompts over int8 pages": Operation(
         partial(attention, stored=INT8), [(2, 32)], moves=False, real=[(8, 32), (16, 32)]
+    ),
+    "attention of the shipped pair over float8 pages": Operation(
+        partial(attention, stored=FP8, few=True), [(2, 16)], real=[(1, 16), (8, 16), (32, 16)]
+    ),
+    "attention of the shipped pair over int8 pages": Operation(
+        partial(attention, stored=INT8, few=True), [(2, 16)], real=[(1, 16), (8, 16), (32, 16)]
+    ),
+    "attention of the shipped pair's prompts over float8 pages": Operation(
+        partial(attention, stored=FP8, few=True), [], moves=False, real=[(8, 32), (16, 32)]
+    ),
+    "attention of the shipped pair's prompts over int8 pages": Operation(
+        partial(attention, stored=INT8, few=True), [], moves=False, real=[(8, 32), (16, 32)]
     ),
     "attention over float8 pages, as others have it": Operation(partial(attention, stored=FP8, told=False), holds=False),
     "attention over int8 pages, as others have it": Operation(partial(attention, stored=INT8, told=False), holds=False),

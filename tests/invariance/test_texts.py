@@ -210,11 +210,11 @@ def params(sampled: bool, index: int) -> dj.SamplingParams:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
-def test_the_shipped_pair(model: dj.Model, sampled: bool) -> None:
+@pytest.mark.parametrize("sampled", [(False, False), (True, True), (False, True)], ids=["greedy", "sampled", "both"])
+def test_the_shipped_pair(model: dj.Model, sampled: tuple[bool, bool]) -> None:
     """The second and third runs find the prompts' pages."""
     prompts = [row["text"] for row in json.loads(PROMPTS.read_text())]
-    each = [params(sampled, index) for index in range(len(prompts))]
+    each = [params(sampled[index % 2], index) for index in range(len(prompts))]
     served: Any = partial(dj.generate, model, prompts, each)
     drafted = [row.token_ids for row in served()]
     assert [row.token_ids for row in served(draft=False)] == drafted
