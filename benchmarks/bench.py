@@ -99,7 +99,7 @@ def main() -> None:
         )  # fmt: skip
         mix = "" if len(means) == 1 else f" mix {' and '.join(f'{mean:g}' for mean in means)}"
         add(record, f"bench {options.shapes} in{prompt} U{users} {name}{mix}{suffix}", figures)
-        print(f"verified {figures.verify_lengths}", flush=True)
+        print(f"verified {figures.verify_lengths}, shared {figures.shared_lengths}", flush=True)
     print(record.write())
 
 

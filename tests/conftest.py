@@ -53,7 +53,7 @@ QUICK_COMPILING = (
 # Devices that a CPU is taken for, by tests of several.
 RANKS = 8
 # Folders of tests that share programs.
-SHARING = ("cli", "decoding", "engine", "execution", "interactive", "models", "serving")
+SHARING = ("attention", "cli", "decoding", "engine", "execution", "interactive", "models", "serving", "vision")
 # Objects that are made before garbage is looked for, and such looks before the older ones are looked through, and the oldest: a
 # process of tests holds millions, and looking through them took a tenth of its time.
 GARBAGE = (50_000, 20, 50)

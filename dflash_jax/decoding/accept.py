@@ -1,4 +1,4 @@
-"""How many proposals stand, and what is emitted after them.
+"""Acceptance: how many draft tokens stand, and what is emitted after them.
 
 Proposals `d_1 .. d_g` are the tokens after the pending one; row j of the target's logits is its distribution for token j + 1,
 given that the first j proposals stand. Emitted are the accepted proposals and one token of the target's.

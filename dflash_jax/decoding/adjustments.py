@@ -1,4 +1,4 @@
-"""What a request's wishes and its own history change in the logits: biases, refused words, penalties.
+"""Logits processors of a request: logit bias, bad words, and penalties by its own history.
 
 Row j of a verified block chooses the token after the pending one and the first j proposals, and counts only where those stand. So
 it may see them as if they had been emitted, and what it chooses is what plain decoding would choose there. One pass over all rows

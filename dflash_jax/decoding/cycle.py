@@ -1,4 +1,4 @@
-"""One cycle on one screen: write the context, draft a block, verify it, accept a prefix, commit.
+"""The speculative cycle on one screen: write the context, draft a block, verify it, accept a prefix, commit.
 
 Source: arXiv 2602.06036, section 4. Plain decoding is the same code without a drafter: a block of the pending token alone.
 """

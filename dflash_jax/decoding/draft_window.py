@@ -1,4 +1,4 @@
-"""What a drafter sees of a long sequence: its last tokens alone, where a window is set.
+"""Draft window: of a long sequence the drafter sees its last tokens alone, where one is set.
 
 Keys carry their positions, so a sequence that begins later is one of fewer pages: the drafter attends through the last columns of a
 page table, by the same operations as without a window. What is left out is whole pages, and no text depends on it.

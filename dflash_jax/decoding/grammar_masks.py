@@ -1,4 +1,4 @@
-"""Which tokens grammars allow at every place of a verified block, as the host finds it.
+"""Grammar masks from the host: which tokens are allowed at every position of a verified block.
 
 What may come at row j depends on the proposals before it, as if they had been emitted. The host gets them from one program, walks
 along them in each request's grammar, and gives the masks of all rows to another one (`decoding.masked_cycle`). Nothing is taken

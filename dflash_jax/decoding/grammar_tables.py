@@ -1,4 +1,4 @@
-"""What grammars allow at every place of a verified block, found on the device: those that are automata over tokens.
+"""Grammar masks from tables on the device, for grammars that are automata over tokens: what a verified block may hold.
 
 Tokens that lead from every state to the same one are a class, so an automaton is a table of states and classes. Those of all
 requests stand in one table of a fixed size, one below the other: programs do not depend on which grammars there are, and what a row

@@ -1,4 +1,4 @@
-"""Prompts: pages of target and drafter are filled chunk by chunk, and scored where asked; then the first token is chosen."""
+"""Chunked prefill: pages of target and drafter are filled, and scored where asked; then the first token is chosen."""
 
 from dataclasses import replace
 from typing import Any, NamedTuple

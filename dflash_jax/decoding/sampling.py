@@ -1,4 +1,4 @@
-"""Choosing tokens. The noise of a token is fixed by its request's seed and its position, whoever asks for it.
+"""Sampling, by Gumbel-max. The noise of a token is fixed by its request's seed and its position, whoever asks for it.
 
 A token at position t is `argmax(logits_t + gumbel(seed, t))` (the Gumbel-max form of sampling from softmax). Three things follow:
 the text of a seed is the same with and without drafting; a drafter that adds the same noise to its own logits proposes the

@@ -1,4 +1,4 @@
-"""Which proposals a cycle verifies where requests share its rows: those most likely to stand, whichever requests' they are.
+"""Verify budget shared by requests: a cycle verifies the draft tokens most likely to stand, whichever requests' they are.
 
 A proposal stands only where all before it do, so what counts is the chance that so many stand, which falls from place to place: of
 all pairs of a request and a place the best ones are a prefix of each request's block. How likely a proposal is to stand is read off

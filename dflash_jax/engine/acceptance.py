@@ -1,4 +1,4 @@
-"""How often drafts stand, place by place, and whether a drafter is of any use to the requests that it drafts for."""
+"""Acceptance rates by position, and whether a drafter is of any use to the requests that it drafts for."""
 
 import threading
 from collections import Counter, deque

@@ -1,4 +1,4 @@
-"""Requests that begin with the same pages: which they are, and what it saves to read those once (`attention.cascade`).
+"""Cascade attention over shared prefixes: whose they are, and what it saves to read their pages once (`attention.cascade`).
 
 Pages are the same where a prompt found what another one left (`engine.slots`), so they are full, and before every query of whoever
 has them. Which program runs is known from the batch: where nothing is shared it is the one that knows nothing of sharing, and there

@@ -1,4 +1,4 @@
-"""What the worst case takes of a device's memory, read beside what was planned for it.
+"""Memory profiling: what the worst case takes on the device, beside what was planned for it.
 
 The plan is made before anything is loaded, from shapes alone. Here as many requests of full length as there are pages for are
 served, with every filter of sampling, and what programs, weights and pools then take is asked of XLA and of the device. vLLM plans

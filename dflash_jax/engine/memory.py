@@ -1,4 +1,4 @@
-"""What goes where in the device's memory, decided before anything is loaded.
+"""Device memory budget: weights, KV pools and workspaces, decided before anything is loaded.
 
 Weights come first, then the room that programs need while they run, then pages: as many as the largest load can fill, or as many
 as there is room for. Weights that are rounded once they are read take more until then, which pages, made later, may use again.

@@ -1,4 +1,4 @@
-"""Bars of progress: widgets in notebooks that have such, text elsewhere."""
+"""Progress bars: widgets in notebooks that have them, text elsewhere."""
 
 import sys
 import warnings

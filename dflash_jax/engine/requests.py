@@ -1,4 +1,4 @@
-"""What goes into the engine and what comes out of it, and how a request looks on the device."""
+"""Requests and outputs of the engine, and how a request looks on the device."""
 
 import secrets
 from collections.abc import Callable, Iterable, Sequence

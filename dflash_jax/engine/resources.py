@@ -1,4 +1,4 @@
-"""What an engine holds: the models, their programs and their pages. Decides which requests can run at all."""
+"""Engine core: the models, their compiled programs and their KV pools. Decides which requests can run at all."""
 
 import itertools
 import threading

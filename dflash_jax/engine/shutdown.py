@@ -1,4 +1,4 @@
-"""Python ends while a daemon thread still serves requests: the thread is ended first, between two calls of the device.
+"""Shutdown while a daemon thread still serves requests: as Python ends, the thread is ended first, between two calls of the device.
 
 A thread that comes back from JAX once Python is being taken apart ends the whole process with an abort.
 """

@@ -1,4 +1,4 @@
-"""Which request sits in which slot, and which pages are whose. Host memory only: the device sees the page tables."""
+"""Batch slots and block tables: which request sits where, and its pages. Host memory only: the device sees the page tables."""
 
 import sys
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""How many tokens the next cycles verify: what the scheduler asks, and the answer where it is always the same one.
+"""Verify-length policy: how many tokens the next cycles verify, and the answer where it is always the same one.
 
 The drafter fills the block it was trained on whatever is chosen; the target verifies the first so many tokens of it. What is
 emitted is the target's own choice either way, so the choice moves time and nothing else. Who chooses by what pays is

@@ -169,7 +169,7 @@ class Jobs:
         return self.core.pool_shapes()
 
     def prefill(self, width: int, rows: int, size: int, slots: int, *, pictured: bool = False) -> partial[None]:
-        """`pictured`: for pieces of prompts with pictures."""
+        """The job that compiles the program of prompt chunks of this shape; `pictured`: of prompts with pictures."""
         ids, numbers = jax.ShapeDtypeStruct((rows, size), np.int32), jax.ShapeDtypeStruct((rows,), np.int32)
         states = jax.eval_shape(partial(make_states, self.core.target, slots, self.core.dtype))
         caches = Caches(*self.pools, states)

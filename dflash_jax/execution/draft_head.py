@@ -1,4 +1,4 @@
-"""A head's best rows, found in a copy of one byte a number and chosen by the head itself.
+"""Shortlist of the LM head for drafts: best rows of a copy in eight bits, among which the head itself chooses.
 
 Proposals need no logits, only the token of the largest one, or the largest few: the copy says which rows are in question, and of
 these the head's own are multiplied. A cycle so reads half the bytes of a head for its proposals. They are the head's own choices,

@@ -182,7 +182,7 @@ def produce_weights(cta: Cta) -> None:
         lax.fori_loop(0, cta.x_tiles(stage) * UNIT, fill, None)
 
     steps = cta.work_items(produce) * UNIT
-    _drain(ring, steps)
+    ring.drain(steps)
 
 
 def _ask_for_shared(cta: Cta) -> None:
@@ -234,14 +234,7 @@ def produce_activations(cta: Cta) -> None:
             begun, count, lambda x_tile, _: plgpu.barrier_arrive(ring.full.at[ring.stage(before + x_tile)]), None
         )
 
-    _drain(ring, cta.work_items(produce))
-
-
-def _drain(ring: Ring, steps: Any) -> None:
-    """Every completion of a barrier is waited for."""
-    lax.fori_loop(
-        jnp.maximum(steps - ring.stages, 0), steps, lambda step, _: plgpu.barrier_wait(ring.empty.at[ring.stage(step)]), None
-    )  # fmt: skip
+    ring.drain(cta.work_items(produce))
 
 
 # Consumer

@@ -121,7 +121,7 @@ def plan(
     ctas: int,
     choice: Choice | None = None,
 ) -> Plan:
-    """Raises NotImplementedError with the reason for shapes that do not tile."""
+    """Tiling of a mixture's two products. Raises NotImplementedError with the reason for shapes that do not tile."""
     entries = tokens * top_k
     if not 0 < experts <= MOST_EXPERTS:
         raise NotImplementedError(f"takes 1 to {MOST_EXPERTS} experts, not {experts}")
