@@ -392,8 +392,8 @@ class Resources:
     def setup(self, *, mode: Mode, draft: bool, logprobs: bool = False, sampling: bool = True) -> Setup:
         """What the programs for such requests are compiled for; `sampling` matters to modes that are greedy without."""
         if self.exact:
-            # Who drafts is told to each call, and every way to choose tokens has one form: the greedy program gave rows other bits.
-            draft, sampling, mode = True, True, mode if mode in ADJUSTING else "full"
+            # Who drafts is told to each call, and all who sample do so by the form that filters.
+            draft, sampling, mode = True, True, "full" if mode == "sampled" else mode
         drafter = self.draft if draft else None
         return Setup(
             self.target, drafter, mode, logprobs, self.proposals, self.draft_temperature,
@@ -408,7 +408,7 @@ class Resources:
         """Which requests run side by side: those of one company."""
         if not self.exact:
             return Company(draft)
-        mode: Mode = needs.mode if needs.mode in ADJUSTING else "full"
+        mode: Mode = "full" if needs.mode == "sampled" else needs.mode
         return Company(self.draft is not None, needs._replace(mode=mode, sampling=True))
 
     @property

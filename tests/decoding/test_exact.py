@@ -128,14 +128,15 @@ def test_penalties_are_in_batches_of_their_own(exact, make_prompts):
 def test_who_shares_a_program(make_pair):
     """Whoever may stand beside a request runs in its program: of two programs a GPU gave a row other bits."""
     engine = make_pair(edit=sixteen_bits, **EXACT).engine
-    laws = ("greedy", "sampled", "full")
-    assert len({engine.setup(mode=mode, draft=draft) for mode in laws for draft in (True, False)}) == 1
+    for laws in (("greedy",), ("sampled", "full")):
+        assert len({engine.setup(mode=mode, draft=draft) for mode in laws for draft in (True, False)}) == 1
 
     def company(**params):
         return engine.company(True, Request(0, (1,), SamplingParams(**params)).needs)
 
-    assert company() == company(temperature=1.0) == company(temperature=1.0, top_k=5) == company(min_tokens=2)
+    assert company(temperature=1.0) == company(temperature=1.0, top_k=5) == company(min_tokens=2)
     others = [company(logprobs=0), company(stop_token_ids=list(range(20))), company(presence_penalty=0.5), company()]
+    others.append(company(temperature=1.0))
     assert len({*others}) == len(others)
     assert company(presence_penalty=0.5) == company(presence_penalty=0.5, temperature=1.0)
 
