@@ -141,6 +141,20 @@ def test_who_shares_a_program(make_pair):
     assert company(presence_penalty=0.5) == company(presence_penalty=0.5, temperature=1.0)
 
 
+def test_kinds_that_take_turns_run_side_by_side(exact, make_prompts, monkeypatch):
+    """Seven requests of two kinds are two batches."""
+    begun, texts = [], {}
+    monkeypatch.setattr("dflash_jax.engine.scheduler.Batch", lambda *a, **k: begun.append(k["company"]) or Batch(*a, **k))
+    prompts, each = make_prompts((20, 7, 40, 3, 9, 33, 5)), [GREEDY, SAMPLED] * 3 + [GREEDY]
+    requests = [Request(index, tuple(prompt), each[index]) for index, prompt in enumerate(prompts)]
+
+    for update in exact.engine.run(requests, draft=True):
+        texts.setdefault(update.index, []).extend(update.tokens)
+    assert len(begun) == 2
+    for index in (0, 1, 5):
+        assert texts[index] == exact.run([prompts[index]], each[index])[0][0]
+
+
 @pytest.mark.few
 def test_log_probabilities_are_in_batches_of_their_own(exact, make_prompts):
     prompts, each = make_prompts((20, 7, 40)), [GREEDY, SamplingParams(max_tokens=20, logprobs=2), SAMPLED]
