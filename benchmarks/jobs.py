@@ -106,7 +106,6 @@ BENCHMARKS = {
 WITHOUT_ROWS = (
     "decode_27b_32k",
     "decode_35b_32k",
-    "exact_shapes_lite",
     "pair_fp8",
     "pair_draft_fp8_dynamic",
     "pair_dflash",

@@ -1034,7 +1034,9 @@ class Scheduler:
         # All who wait and are of its kind go first, or requests whose kinds take turns would run one by one. Who comes later stands
         # behind the others, so no kind waits for ever.
         kinds = [_company(core, job) == company for job in self._waiting]
-        self._waiting = deque(job for fits in (True, False) for job, same in zip(self._waiting, kinds, strict=True) if same is fits)
+        self._waiting = deque(
+            job for fits in (True, False) for job, same in zip(self._waiting, kinds, strict=True) if same is fits
+        )
         coming = itertools.islice(self._waiting, most)
         needs = Needs.of(job.needs for job in coming if _company(core, job) == company)
         self.batch = Batch(core, company=company, slots=most, needs=needs)

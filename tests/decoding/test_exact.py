@@ -144,7 +144,9 @@ def test_who_shares_a_program(make_pair):
 def test_kinds_that_take_turns_run_side_by_side(exact, make_prompts, monkeypatch):
     """Seven requests of two kinds are two batches."""
     begun, texts = [], {}
-    monkeypatch.setattr("dflash_jax.engine.scheduler.Batch", lambda *a, **k: begun.append(k["company"]) or Batch(*a, **k))
+    monkeypatch.setattr(
+        "dflash_jax.engine.scheduler.Batch", lambda *a, **k: begun.append(k["company"]) or Batch(*a, **k)
+    )
     prompts, each = make_prompts((20, 7, 40, 3, 9, 33, 5)), [GREEDY, SAMPLED] * 3 + [GREEDY]
     requests = [Request(index, tuple(prompt), each[index]) for index, prompt in enumerate(prompts)]
 

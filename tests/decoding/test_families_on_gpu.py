@@ -160,8 +160,8 @@ LIKELY = [5, 700, 1500, 2500, 3300, 4000]
 # routers have many; so have random heads without `LIKELY` tokens: there 83 to 94 of 100 were on a CPU, without kernels. A wrong
 # sum leaves few.
 EXACT, EXACT_WITH_TIES = 0.9, 0.7
-# Gemma 4's, without kernels: 70 of 100 on a CPU, where the mean distance is 0.1.
-EXACT_OF = {"gemma4_text": 0.5}
+# Without kernels, on a CPU: Gemma 4's 70 of 100, where the mean distance is 0.1; where activations are rounded to eight bits 88.
+EXACT_OF = {"gemma4_text": 0.5, "fp8_dynamic": 0.75}
 EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
@@ -214,13 +214,18 @@ def test_texts_are_the_likeliest(name: str, tmp_path: Path) -> None:
     judge = loaded(folder, dtype="float32", draft=False, **judging)
     print(f"{name}: {time.monotonic() - started:.0f} s, {np.mean(gained):.2f} tokens a cycle alone")
     ties = config["tie_word_embeddings"] or any(key in config for key in EXPERTS_KEYS)
-    said, wrong, least = [], False, EXACT_OF.get(config["model_type"], EXACT_WITH_TIES if ties else EXACT)
+    said, exact, least = [], {False: [], True: []}, EXACT_WITH_TIES if ties else EXACT
+    least = min(
+        [least, *(EXACT_OF[key] for key in (config["model_type"], options.get("weight_dtype")) if key in EXACT_OF)]
+    )
     for (draft, count), found in texts.items():
         away = distances(judge, asked if count > 1 else asked[3:4], found)
         said.append(
             f"{count} {'drafted' if draft else 'plain'}: exact {(away == 0).mean():.3f}, mean {away.mean():.4f}, greatest "
             f"{away.max():.3f}"
         )
-        wrong |= (away == 0).mean() < least
+        exact[draft].append(away == 0)
+    # One text is 48 tokens: too few to be held to a share by itself.
+    wrong = any(np.concatenate([found.ravel() for found in of]).mean() < least for of in exact.values())
     print(f"{name}: {'; '.join(said)}")
     assert not wrong, said

@@ -309,14 +309,14 @@ def test_who_closes_while_another_thread_steps_leaves_nothing_behind(pair, texts
 
 
 def test_with_and_without_drafting_at_once(pair, texts):
-    """Each kind waits for the end of the other; in order of arrival."""
+    """Each kind waits for the end of the other; those of the first that wait already go before it."""
     reader, order = Reader(pair.engine), []
     tickets = [reader.submit(texts[i][0], draft=i % 2 == 0) for i in range(4)]
     while pair.engine.step():
         order += [ticket for ticket in reader.ended if ticket not in order]
     order += [ticket for ticket in reader.ended if ticket not in order]
     assert [reader.tokens[ticket] for ticket in tickets] == [text for _, text in texts]
-    assert order == tickets
+    assert [{*order[:2]}, {*order[2:]}] == [{*tickets[::2]}, {*tickets[1::2]}]
 
 
 def test_what_a_prompt_found_in_pages_is_told(pair, texts):
