@@ -37,10 +37,15 @@ BIASES = {GATED: "gate_up_bias", DOWN: "down_bias"}
 
 def program(plan: Mxfp4Plan) -> Callable[..., None]:
     """The CTA program, as `stages.launch` takes it."""
+    return program_of(plan, lambda *of_cta: run(Cta(*of_cta)))
+
+
+def program_of(plan: Mxfp4Plan, run_cta: Callable[..., None]) -> Callable[..., None]:
+    """The program of CTAs each of which `run_cta` runs, told a `Cta`'s fields."""
 
     def body(stages: Sequence[str], refs: Mapping[str, Any], buffers: Mapping[str, Any]) -> None:
         places = {name: address_of(one) for name, one in buffers.items() if name.endswith("_in")}
-        run(Cta(plan, stages, refs, buffers, places, lax.axis_index("cta")))
+        run_cta(plan, stages, refs, buffers, places, lax.axis_index("cta"))
 
     return body
 

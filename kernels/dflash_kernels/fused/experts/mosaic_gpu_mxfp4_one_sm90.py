@@ -10,7 +10,7 @@ have as many more of the second.
 # pyright: reportAbstractUsage=false, reportPrivateImportUsage=false
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -36,7 +36,7 @@ from dflash_kernels.mosaic_gpu.announced_rows import load_row, load_rows_announc
 from dflash_kernels.mosaic_gpu.counters import announce
 from dflash_kernels.mosaic_gpu.mxfp4 import add_kept, keep, store_gated
 from dflash_kernels.mosaic_gpu.pipeline import Ring, arrive_by_warps, div, rem
-from dflash_kernels.mosaic_gpu.tma import address_of, copy_line, gathered
+from dflash_kernels.mosaic_gpu.tma import copy_line, gathered
 from dflash_kernels.mosaic_gpu.wgmma import zeros
 
 # Words from a group's count to the next one's: all CTAs look at them again and again, so each has a line of its own.
@@ -48,12 +48,7 @@ APART = 32
 
 def program(plan: Mxfp4Plan) -> Callable[..., None]:
     """The CTA program, as `stages.launch` takes it."""
-
-    def body(stages: Sequence[str], refs: Mapping[str, Any], buffers: Mapping[str, Any]) -> None:
-        places = {name: address_of(one) for name, one in buffers.items() if name.endswith("_in")}
-        run(OneToken(plan, stages, refs, buffers, places, lax.axis_index("cta")))
-
-    return body
+    return few.program_of(plan, lambda *of_cta: run(OneToken(*of_cta)))
 
 
 def scratch(plan: Mxfp4Plan, dtype: Any) -> dict[str, Any]:
