@@ -197,7 +197,8 @@ async def _told(_: Request, error: Exception) -> Response:
 
 async def _http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    path, taken = request.url.path, (error.headers or {}).get("Allow", "another method")
+    path, allowed = request.url.path, (error.headers or {}).get("Allow", "another method")
+    taken = ", ".join(sorted(allowed.split(", ")))  # they come out of a set
     said = {
         404: f"there is no path {path[:80]}: there are /v1/completions, /v1/chat/completions, /v1/responses and /v1/models",
         405: f"{path} takes {taken}, got {request.method}",

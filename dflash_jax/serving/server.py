@@ -169,13 +169,13 @@ async def _load(
 
     def tell(value: Any) -> None:
         if not done.done():
+            gc.freeze()  # not in the thread: `serve` may have ended meanwhile, and would not undo it
             done.set_result(value)
 
     def run() -> None:
         try:
             value: Any = load()
             gc.collect()
-            gc.freeze()
         except BaseException as error:
             failed.append(error)
             value = None

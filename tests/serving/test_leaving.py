@@ -3,11 +3,15 @@
 import asyncio
 import gc
 import json
+import os
+import signal
+import threading
 from typing import Any
 
 import pytest
 
 import dflash_jax as dj
+from dflash_jax.compile.tracing import FROZEN
 
 
 def scope() -> dict[str, Any]:
@@ -72,4 +76,23 @@ def test_what_is_there_with_the_model_is_no_garbage_until_the_server_ends(monkey
     monkeypatch.setattr(gc, "unfreeze", lambda: (frozen.append(gc.get_freeze_count()), unfreeze()))
     server.serve(nothing, ServeOptions(), host="127.0.0.1", port=0)  # type: ignore[arg-type]
     assert frozen[0] > 10_000
-    assert gc.get_freeze_count() == 0
+    assert gc.get_freeze_count() < FROZEN
+
+
+def test_a_model_that_comes_after_the_end_freezes_nothing() -> None:
+    from dflash_jax.serving import server
+    from dflash_jax.serving.app import ServeOptions
+
+    gc.unfreeze()
+    ended, loading = threading.Event(), list[threading.Thread]()
+
+    def load() -> None:
+        loading.append(threading.current_thread())
+        os.kill(os.getpid(), signal.SIGTERM)
+        ended.wait(20)
+
+    server.serve(load, ServeOptions(), host="127.0.0.1", port=0)  # type: ignore[arg-type]
+    ended.set()
+    loading[0].join(20)
+    assert not loading[0].is_alive()
+    assert gc.get_freeze_count() < FROZEN
