@@ -45,6 +45,7 @@ from dflash_jax.quantization.attention_output import with_outputs
 from dflash_jax.quantization.kv_formats import quantized_format
 from dflash_jax.text.grammars import Grammars
 from dflash_jax.text.pictures.encoder import VisionEncoder
+from dflash_jax.text.pictures.films import FilmProcessor
 from dflash_jax.text.pictures.float8 import VisionScales, read_vision_scales
 from dflash_jax.text.pictures.reading import Processor
 from dflash_jax.text.tokenizer import Tokenizer, end_notice, end_token_ids, tokenizer_notices
@@ -244,6 +245,7 @@ def load(
     tower, vision = vision_of(target, asked), None
     if tower is not None:
         processor = Processor.from_folder(target.folder, tower.config)
+        films = FilmProcessor.from_folder(target.folder, tower.config)
         # One device has the tower: where several share the models its programs are not theirs.
         programs = engine.programs if engine.tp == 1 else Programs()
         scales = None
@@ -251,7 +253,7 @@ def load(
             blocks = tower.config.depth
             given = None if asked.vision_scales is None else read_vision_scales(asked.vision_scales, blocks)
             scales = VisionScales(blocks, given)
-        vision = VisionEncoder(tower.config, processor, tower_shapes(tower, engine.dtype), programs, scales)
+        vision = VisionEncoder(tower.config, processor, films, tower_shapes(tower, engine.dtype), programs, scales)
     if asked.cache_scales == FROM_TRAFFIC:
         engine.scales_from_traffic = True
     elif asked.cache_scales is not None:
