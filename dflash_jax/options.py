@@ -61,6 +61,11 @@ def are_integers(values: Collection[Any]) -> bool:
     return set(map(type, values)) == {int} or all(as_integer(value) is not None for value in values)
 
 
+def is_list(value: Any) -> bool:
+    """Whether things are listed: not by a text, nor by an array without axes, which says that it can be iterated and cannot."""
+    return isinstance(value, Iterable) and not isinstance(value, str | bytes) and getattr(value, "ndim", 1) > 0
+
+
 def as_layers(text: str) -> list[str]:
     """Layers of a text that has commas between them."""
     return text.split(",")
@@ -376,9 +381,7 @@ class LoadOptions:
         if self.draft_cache_dtype == AUTO:  # no drafter says anything of its pages
             object.__setattr__(self, "draft_cache_dtype", None)
         skipped = self.cache_dtype_skip_layers
-        listed = isinstance(skipped, Iterable) and not isinstance(skipped, str | bytes)
-        listed = listed and getattr(skipped, "ndim", 1) > 0  # of an array without axes nothing is listed
-        if not listed or not all(isinstance(one, str) or as_integer(one) is not None for one in skipped):
+        if not is_list(skipped) or not all(isinstance(one, str) or as_integer(one) is not None for one in skipped):
             raise ParameterError(
                 f'cache_dtype_skip_layers must list numbers of layers, "sliding_window" or "full_attention", got {skipped!r}'
             )
