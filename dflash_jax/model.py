@@ -38,6 +38,7 @@ from dflash_jax.options import (
     LoadOptions,
     as_flag,
     as_integer,
+    is_list,
     read_options,
     taking_options,
 )
@@ -314,7 +315,7 @@ def load(
 
 def _items(name: str, value: Any) -> list:
     """What an argument of `Model.warmup` holds; the letters of a text are not what was meant."""
-    if isinstance(value, str) or not isinstance(value, Iterable):
+    if not is_list(value):
         raise ParameterError(f"{name} must be a list, got {value!r}")
     return list(value)
 
@@ -344,8 +345,7 @@ def _calibration_ids(tokenizer: Tokenizer | None, text: Any) -> Sequence[int]:
         if tokenizer is None:
             raise ParameterError("the target's folder has no tokenizer.json: give calibration as token ids")
         return tokenizer.encode(text)
-    listed = isinstance(text, Iterable) and not isinstance(text, bytes)  # which would pass for token ids
-    tokens = [as_integer(token) for token in text] if listed else [None]
+    tokens = [as_integer(token) for token in text] if is_list(text) else [None]
     if None in tokens:
         raise ParameterError(
             f"calibration must be a list of texts or of token ids, got one with {type(text).__name__} {text!r:.40} in it"
