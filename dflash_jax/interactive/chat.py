@@ -72,25 +72,27 @@ class Chat:
         answers = sum(message["role"] == "assistant" for message in self.history)
         return f"Chat({self.model.name!r}: {answers} answers)"
 
-    def say(self, text: str, *, images: Sequence[Any] = ()) -> Completion:
+    def say(self, text: str, *, images: Sequence[Any] = (), videos: Sequence[Any] = ()) -> Completion:
         """The answer to a message. Arguments and errors are those of `stream`."""
-        with closing(self.stream(text, images=images)) as pieces:
+        with closing(self.stream(text, images=images, videos=videos)) as pieces:
             for piece in pieces:
                 if piece.completion is not None:
                     return piece.completion
         raise AssertionError("a stream ends with a completion")
 
-    def stream(self, text: str, *, images: Sequence[Any] = ()) -> Generator[Piece]:
+    def stream(self, text: str, *, images: Sequence[Any] = (), videos: Sequence[Any] = ()) -> Generator[Piece]:
         """Pieces of the answer to a message.
 
         Args:
           images: pictures that are shown with it, before its text: paths, bytes, data URLs, arrays or images of Pillow.
+          videos: films, after the pictures: paths, bytes or data URLs; or `{"video": ..., "fps": ...}` with frames, or with
+            `num_frames` or `max_pixels`.
 
         Raises:
           PromptError, ParameterError, TokenizerError: at once; the conversation stays as it was.
           CapacityError: at once: the conversation is longer than the model takes. `undo` or `reset` make room.
         """
-        content = self._content(text, images)
+        content = self._content(text, images, videos)
         prompt, params = self._asked(content)
         chat_options = self.chat_options if is_chat(prompt) else None
         pieces = stream(self.model, prompt, params, draft=self.draft, chat_options=chat_options)
@@ -98,7 +100,7 @@ class Chat:
 
     def request(self, text: str) -> Request:
         """What the engine would be asked for with a message. Raises what `stream` raises."""
-        prompt, params = self._asked(self._content(text, ()))
+        prompt, params = self._asked(self._content(text, (), ()))
         chat_options = self.chat_options if is_chat(prompt) else None
         return make_requests(self.model, [prompt], params, chat_options=chat_options)[0]
 
@@ -126,13 +128,16 @@ class Chat:
             self.completions.pop()
         return True
 
-    def _content(self, text: str, images: Sequence[Any]) -> str | list[dict[str, Any]]:
-        """A message's content. Raises ParameterError for one that is no text, and for pictures that are no list."""
+    def _content(self, text: str, images: Sequence[Any], videos: Sequence[Any]) -> str | list[dict[str, Any]]:
+        """A message's content. Raises ParameterError for one that is no text, and for pictures or films that are no list."""
         if not isinstance(text, str):
             raise ParameterError(f"a message must be a text, got {type(text).__name__} {text!r:.80}")
         if not isinstance(images, list | tuple):
             raise ParameterError(f"images must be a list of pictures, got {type(images).__name__}")
+        if not isinstance(videos, list | tuple):
+            raise ParameterError(f"videos must be a list of films, got {type(videos).__name__}")
         shown = [{"type": "image", "image": image} for image in images]
+        shown += [{"type": "video", **(one if isinstance(one, Mapping) else {"video": one})} for one in videos]
         return [*shown, {"type": "text", "text": text}] if shown else text
 
     def _asked(self, content: Any) -> tuple[Any, SamplingParams]:
