@@ -222,7 +222,7 @@ def page_shape(pages: Pages, table_width: int) -> PageShape | None:
 
 
 def _dtype(weights: Mapping[str, Mapping[str, Any]]) -> jnp.dtype:
-    """Of activations: that of the target's embeddings."""
+    """Dtype of activations: that of the target's embeddings."""
     return jnp.dtype(weights["target"]["embed.weight"].dtype)
 
 

@@ -220,7 +220,7 @@ class Resources:
 
     @property
     def cascade_policy(self) -> CascadePolicy | None:
-        """Who says whether cycles read shared pages once; None where none do. Who else has a page says nothing to exact texts."""
+        """Policy that decides whether cycles read shared pages once; None if none do, as with `exact`."""
         if (
             self.exact
             or self.dealt > 1
@@ -566,7 +566,7 @@ class Resources:
 
     @cached_property
     def shelf(self) -> Shelf:
-        """Where the tables of grammars are."""
+        """Device tables of the grammars in use."""
         ranks = self.programs.ranks
         everywhere = None if ranks is None else NamedSharding(ranks.mesh, PartitionSpec())
         return Shelf(self.target.vocab_size, partial(jax.device_put, device=everywhere))

@@ -78,7 +78,7 @@ STRETCH = 1.35
 
 
 class Row(NamedTuple):
-    """Where a request's results are among those of a call.
+    """Place of a request's results among those of a call.
 
     Attributes:
       stay: the request's stay in a slot that they belong to.
@@ -705,7 +705,7 @@ def _loop_status(batch: Batch, needs: Needs, slots: int, cycles: int, length: Le
 
 
 def _status(batch: Batch, setup: Setup, width: int, slots: int | None = None, stop_width: int | None = None) -> Status:
-    """Of a program for cycles; of the batch's slots and stop ids where none are named."""
+    """Status of a program for cycles; with the batch's slots and stop ids if none are named."""
     jobs = Jobs(batch.core, setup, stop_width or batch.needs.stop_width)
     sizes = slots or batch.size, width
     return batch.core.program_status((jobs.setup, *sizes, jobs.stop_width), lambda: jobs.loop(*sizes).args)
