@@ -46,6 +46,7 @@ from dflash_jax.quantization.attention_output import with_outputs
 from dflash_jax.quantization.kv_formats import quantized_format
 from dflash_jax.text.grammars import Grammars
 from dflash_jax.text.pictures.encoder import VisionEncoder
+from dflash_jax.text.pictures.films import FilmProcessor
 from dflash_jax.text.pictures.float8 import VisionScales, read_vision_scales
 from dflash_jax.text.pictures.reading import Processor
 from dflash_jax.text.tokenizer import Tokenizer, end_notice, end_token_ids, tokenizer_notices
@@ -129,7 +130,7 @@ class Model:
 
     @cached_property
     def grammars(self) -> Grammars:
-        """What its texts may have to be; see `dflash_jax.Structured`."""
+        """Compiled grammars of structured texts; see `dflash_jax.Structured`."""
         return Grammars(self.tokenizer, self.name, self.target.vocab_size, self.eos_ids, at_once=self.engine.tp > 1)
 
     @property
@@ -245,6 +246,7 @@ def load(
     tower, vision = vision_of(target, asked), None
     if tower is not None:
         processor = Processor.from_folder(target.folder, tower.config)
+        films = FilmProcessor.from_folder(target.folder, tower.config)
         # One device has the tower: where several share the models its programs are not theirs.
         programs = engine.programs if engine.tp == 1 else Programs()
         scales = None
@@ -252,7 +254,7 @@ def load(
             blocks = tower.config.depth
             given = None if asked.vision_scales is None else read_vision_scales(asked.vision_scales, blocks)
             scales = VisionScales(blocks, given)
-        vision = VisionEncoder(tower.config, processor, tower_shapes(tower, engine.dtype), programs, scales)
+        vision = VisionEncoder(tower.config, processor, films, tower_shapes(tower, engine.dtype), programs, scales)
     if asked.cache_scales == FROM_TRAFFIC:
         engine.scales_from_traffic = True
     elif asked.cache_scales is not None:
@@ -312,7 +314,7 @@ def load(
 
 
 def _items(name: str, value: Any) -> list:
-    """What an argument of `Model.warmup` holds; the letters of a text are not what was meant."""
+    """Items of an argument of `Model.warmup`; a text is refused rather than read as its letters."""
     if not is_list(value):
         raise ParameterError(f"{name} must be a list, got {value!r}")
     return list(value)
