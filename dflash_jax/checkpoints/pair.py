@@ -15,6 +15,9 @@ from dflash_jax.models import DFlashConfig
 KNOWN_DRAFTERS: Mapping[str, str] = {
     "Qwen/Qwen3-4B": "z-lab/Qwen3-4B-DFlash-b16",
     "Qwen/Qwen3-8B": "z-lab/Qwen3-8B-DFlash-b16",
+    "Qwen/Qwen3-14B": "deepseek-ai/dspark_qwen3_14b_block7",
+    "Qwen/Qwen3-30B-A3B": "RedHatAI/Qwen3-30B-A3B-speculator.dflash",
+    "Qwen/Qwen3-30B-A3B-Instruct-2507": "RedHatAI/Qwen3-30B-A3B-Instruct-2507-speculator.dflash",
     "Qwen/Qwen3-Coder-30B-A3B-Instruct": "z-lab/Qwen3-Coder-30B-A3B-DFlash",
     "meta-llama/Llama-3.1-8B-Instruct": "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat",
     "meta-llama/Meta-Llama-3.1-8B-Instruct": "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat",
@@ -24,12 +27,23 @@ KNOWN_DRAFTERS: Mapping[str, str] = {
     "Qwen/Qwen3.5-9B": "z-lab/Qwen3.5-9B-DFlash",
     "Qwen/Qwen3.5-27B": "z-lab/Qwen3.5-27B-DFlash",
     "Qwen/Qwen3.5-35B-A3B": "z-lab/Qwen3.5-35B-A3B-DFlash",
+    "Qwen/Qwen3.5-122B-A10B": "z-lab/Qwen3.5-122B-A10B-DFlash",
+    "Qwen/Qwen3.5-397B-A17B": "z-lab/Qwen3.5-397B-A17B-DFlash",
     "Qwen/Qwen3.6-27B": "z-lab/Qwen3.6-27B-DFlash",
     "Qwen/Qwen3.6-35B-A3B": "z-lab/Qwen3.6-35B-A3B-DFlash",
+    "Qwen/Qwen3.8-27B": "incoai/Qwen3.8-27B-DFlash2",
+    "ornith-ai/Ornith-1.5-35B-A3B": "jzinno/Ornith-1.5-35B-A3B-DFlash2",
     "Qwen/Qwen3-Coder-Next": "z-lab/Qwen3-Coder-Next-DFlash",
     "google/gemma-4-12B-it": "z-lab/gemma-4-12B-it-DFlash",
     "google/gemma-4-26B-A4B-it": "z-lab/gemma-4-26B-A4B-it-DFlash",
     "google/gemma-4-31B-it": "z-lab/gemma-4-31B-it-DFlash",
+    "moonshotai/Kimi-K2.5": "z-lab/Kimi-K2.5-DFlash",
+    "zai-org/GLM-5.1": "z-lab/GLM-5.1-FP8-DFlash",
+    "zai-org/GLM-5.2": "RedHatAI/GLM-5.2-speculator.dspark",
+    "zai-org/GLM-5.3": "incoai/GLM-5.3-DFlash2",
+    "LiquidAI/LFM2.5-1.2B-Instruct": "LiquidAI/LFM2.5-1.2B-Instruct-DSpark",
+    "LiquidAI/LFM2.5-2.6B": "LiquidAI/LFM2.5-2.6B-DSpark",
+    "LiquidAI/LFM2.5-8B-A1B": "LiquidAI/LFM2.5-8B-A1B-DSpark",
 }
 
 

@@ -41,9 +41,9 @@ from dflash_jax.models.gemma4 import Gemma4Config
 from dflash_jax.models.heads import HeadConfig, Sizes, Source, head_from_dict, read_head
 from dflash_jax.models.heads.reading import missing
 
-# DeepSpec's names, and the one of SpecForge and of its kin: their trainers always draft from the anchor.
+# DeepSpec's names, the one of SpecForge and of its kin, and Liquid AI's: their trainers always draft from the anchor.
 GEMMA4 = ("Gemma4DSparkModel",)
-FROM_ANCHOR = ("Qwen3DSparkModel", "DSparkDraftModel", *GEMMA4)
+FROM_ANCHOR = ("Qwen3DSparkModel", "DSparkDraftModel", "Lfm2DSparkDraftModel", *GEMMA4)
 LAYER_KINDS = ("qwen3", "gemma4")
 # What names promise.
 DFLASH2 = (
