@@ -105,10 +105,18 @@ TARGETS: dict[str, dict[str, Any]] = {
         "architectures": ["Lfm2MoeForCausalLM"], "model_type": "lfm2_moe", "intermediate_size": 48, "num_dense_layers": 1,
         "norm_topk_prob": True, "routed_scaling_factor": 1.0, "use_expert_bias": True, "tie_word_embeddings": True,
     },
+    "Muse Glimmer": _text_model(
+        "MuseGlimmerForConditionalGeneration", "muse_glimmer",
+        SIZES | {
+            "model_type": "muse_glimmer_text", "hidden_activation": "silu", "sliding_window": 9, "qk_scale_factor": 3.87,
+            "output_multiplier": 0.6, "post_norm_eps": 1e-8, "final_logit_softcapping": 20.0, "tie_word_embeddings": False,
+            "layer_types": ["sliding_attention"] * 3 + ["full_attention"], "layer_rope_theta": [5e5, 5e5, 5e5, 0],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+        },
+    ),
 }  # fmt: skip
 # What targets that are not loaded call themselves, where that is known.
 REFUSED_TARGETS: dict[str, tuple[str, ...]] = {
-    "Muse Glimmer": ("MuseGlimmerForConditionalGeneration",),
     "MiniMax-M2.5 and M2.7": ("MiniMaxM2ForCausalLM",),
     "Mellum 2": ("MellumForCausalLM",),
     "Mistral Small 4": ("Mistral4ForCausalLM",),
@@ -196,6 +204,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "z-lab DFlash 2": BACKBONE | ALL_SLIDING | {
         "architectures": ["DFlash2DraftModel"], "is_causal": False, "dflash_config": TAPS | KERNELS | SELECTOR | {"block_size": 4},
     },
+    "z-lab DFlash 2, capped": BACKBONE | ALL_SLIDING | {
+        "architectures": ["DFlash2DraftModel"], "is_causal": False, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+        "rope_theta": None,
+        "dflash_config": TAPS | KERNELS | SELECTOR | {
+            "block_size": 4, "final_logit_softcapping": 20.0, "output_multiplier": 0.6,
+        },
+    },
     "NeMo Automodel": BACKBONE | {
         "architectures": ["Qwen3DFlashDraftModel"], "is_causal": False, "block_size": 4, "dflash_config": TAPS | {"block_size": 4},
     },
@@ -228,7 +243,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "architectures": ["Lfm2DSparkDraftModel"], "block_size": 4, "num_target_layers": None, "rope_is_neox_style": False,
         "dflash_config": TAPS | {"num_target_layers": LAYERS},
     },
-    "Muse assistant": BACKBONE | {"architectures": ["MuseGlimmerAssistantModel"], "block_size": 4, **TAPS},
+    "Muse assistant": SIZES | {
+        "architectures": ["MuseGlimmerAssistantModel"], "model_type": "muse_glimmer_assistant", "attention_dropout": 0,
+        "block_size": 4, "hidden_act": "silu", "layer_types": ["sliding_attention"] * 2, "num_hidden_layers": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "sliding_window": 9, **TAPS,
+    },
 }  # fmt: skip
 # Layouts that are refused, by what their files say.
 REFUSED_LAYOUTS: dict[str, dict[str, Any]] = {

@@ -37,6 +37,7 @@ KNOWN_DRAFTERS: Mapping[str, str] = {
     "google/gemma-4-12B-it": "z-lab/gemma-4-12B-it-DFlash",
     "google/gemma-4-26B-A4B-it": "z-lab/gemma-4-26B-A4B-it-DFlash",
     "google/gemma-4-31B-it": "z-lab/gemma-4-31B-it-DFlash",
+    "meta-models/Muse-Glimmer-30B": "z-lab/Muse-Glimmer-30B-DFlash2",
     "moonshotai/Kimi-K2.5": "z-lab/Kimi-K2.5-DFlash",
     "zai-org/GLM-5.1": "z-lab/GLM-5.1-FP8-DFlash",
     "zai-org/GLM-5.2": "RedHatAI/GLM-5.2-speculator.dspark",
