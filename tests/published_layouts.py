@@ -251,9 +251,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 # Layouts that are refused, by what their files say.
 REFUSED_LAYOUTS: dict[str, dict[str, Any]] = {
-    "W4A16 NVFP4": BACKBONE | {
-        "dflash_config": TAPS | {"block_size": 4}, "quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"},
-    },
     "hyper-connections": BACKBONE | {"dflash_config": TAPS | {"block_size": 4}, "hc_mult": 4},
     "gated heads": BACKBONE | {"architectures": ["DFlashLagunaForCausalLM"], "dflash_config": TAPS, "gating": True},
     "layers of Kimi K3": BACKBONE | {"architectures": ["K3DSparkModel"], "block_size": 4} | DSPARK,
