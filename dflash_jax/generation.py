@@ -87,7 +87,7 @@ def generate(
     single = is_single(prompts)
     check_single(params, single=single)
     options = {"draft": draft, "chat": chat, "chat_options": chat_options, "cycles": GENERATE_CYCLES}
-    served = _pieces(model, [prompts] if single else list(prompts), params, **options)
+    served = pieces_of(model, [prompts] if single else list(prompts), params, **options)
     done, total = (
         dict[int, Completion](),
         sum(one.n for one in params_of_prompts(params, 1 if single else len(prompts))),
@@ -131,7 +131,7 @@ def stream(
     draft, chat = check_flags(model, draft, chat, chat_options)
     single = is_single(prompts)
     options = {"draft": draft, "chat": chat, "chat_options": chat_options, "cycles": count}
-    return _pieces(model, [prompts] if single else list(prompts), params, **options)
+    return pieces_of(model, [prompts] if single else list(prompts), params, **options)
 
 
 def check_flags(model: Any, draft: Any, chat: Any, chat_options: Any) -> tuple[bool, bool]:
@@ -224,17 +224,24 @@ class Shown(NamedTuple):
         return Pictures(marks, tuple(vision.rows(self.pictures)), positions, shift)
 
 
-def prompted(
-    model: Model, prompt: Any, *, chat: bool, chat_options: Mapping[str, Any] | None
-) -> tuple[tuple[int, ...], Shown | None]:
-    """Token ids of one prompt, and its pictures, those of films too, where it has some.
+class Prompted(NamedTuple):
+    """Token ids of one prompt, and its pictures, those of films too, where it has some."""
+
+    ids: tuple[int, ...]
+    shown: Shown | None
+
+
+def prompted(model: Model, prompt: Any, *, chat: bool, chat_options: Mapping[str, Any] | None) -> Prompted:
+    """Reads one prompt; one that was read stays as it is.
 
     Raises:
       PromptError, TokenizerError: as `prompt_ids`; or a picture or a film is none, or the model sees none.
     """
+    if isinstance(prompt, Prompted):
+        return prompt
     sources, films = (pictures_in(prompt), films_in(prompt)) if is_chat(prompt) else ([], [])
     if not sources and not films:
-        return prompt_ids(model.tokenizer, model.name, prompt, chat=chat, options=chat_options), None
+        return Prompted(prompt_ids(model.tokenizer, model.name, prompt, chat=chat, options=chat_options), None)
     if (vision := model.vision) is None:
         raise PromptError(
             f"{model.name} was loaded without a vision tower, so no message may hold a picture or a film: leave out the "
@@ -245,7 +252,7 @@ def prompted(
     shown = [vision.processor.picture(*source) for source in sources]
     played = [_spread(model, vision, vision.films.film(*source)) for source in films]
     ids, starts, pictures = expanded(ids, vision.config, shown, played)
-    return ids, Shown(pictures, starts, len(ids))
+    return Prompted(ids, Shown(pictures, starts, len(ids)))
 
 
 def _spread(model: Model, vision: VisionEncoder, film: Film) -> Spread:
@@ -284,7 +291,10 @@ def params_of_prompts(params: Params, count: int) -> list[SamplingParams]:
     return each
 
 
-def _pieces(model: Model, prompts: list, params: Params, *, draft, chat, chat_options, cycles) -> Generator[Piece]:
+def pieces_of(
+    model: Model, prompts: list, params: Params, *, draft, chat=False, chat_options=None, cycles=STREAM_CYCLES
+) -> Generator[Piece]:
+    """What `stream` yields; prompts may be such as `prompted` has read."""
     requests = make_requests(model, prompts, params, chat=chat, chat_options=chat_options)
     run = model.engine.run(requests, draft=draft, cycles=cycles)
     return _serve(model, requests, run)
@@ -383,7 +393,7 @@ class Writer:
         return len(tokens)
 
     def so_far(self) -> Completion:
-        """What there is of a text that nobody goes on with."""
+        """Completion of an aborted text."""
         self.text.finish(watch=False)
         return self._completion("abort", None, self.model.engine.programs.compile_s - self.compiled)
 

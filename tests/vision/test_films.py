@@ -5,6 +5,7 @@ import io
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import jax
 import numpy as np
@@ -393,7 +394,10 @@ def test_a_conversation_about_a_film(
     """In Python with frames, and at the terminal with a file."""
     frames = golden()["film_0"]
     chat = dj.Chat(model, dj.SamplingParams(max_tokens=4))
+    read = Mock(wraps=clip_of)
+    monkeypatch.setattr("dflash_jax.text.pictures.films.clip_of", read)
     first = chat.say("w1 w2", videos=[{"video": frames, "fps": 4}])
+    read.assert_called_once()
     second = chat.say("w3")
     assert chat.history[0]["content"][0]["type"] == "video"
     told = [*chat.history[:2], {"role": "user", "content": "w3"}]
