@@ -463,7 +463,7 @@ def _agree(keys: KeyReader, said: list[tuple[str, Any]]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """What a Qwen3-shaped decoder stack needs: shared by the dense target and the DFlash drafter.
+    """Configuration of a Qwen3-shaped decoder stack, shared by the dense target and the DFlash drafter.
 
     Attributes:
       windows: per layer, the number of keys a query sees counting itself, or None for all.
@@ -625,8 +625,8 @@ def refuse_quantised(values: Mapping[str, Any]) -> None:
             raise ConfigError(
                 f"config.json says in {key} that the weights are quantised ({method}), expected bfloat16, float16 or float32, or a "
                 "format that is dequantized here: float8 (quant_method fp8 or fbgemm_fp8), modelopt, compressed-tensors, GPTQ, "
-                "AWQ, bitsandbytes, and MXFP4 of gpt-oss. Take another release, or write the checkpoint in bfloat16 with its "
-                "publisher's tool and remove the key"
+                "AWQ, AutoRound, bitsandbytes, and MXFP4 of gpt-oss. Take another release, or write the checkpoint in bfloat16 "
+                "with its publisher's tool and remove the key"
             )
 
 
