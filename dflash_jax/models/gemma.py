@@ -269,7 +269,7 @@ class GemmaDecoder(Decoder):
         return Rotary(*(jnp.concatenate(sides, axis=-1) for sides in zip(*both, strict=True)))
 
 
-def norm_parameters(config: GemmaConfig, ours: str, theirs: str, leaf: str) -> list[Parameter]:
+def norm_parameters(config: DecoderConfig, ours: str, theirs: str, leaf: str) -> list[Parameter]:
     """The four norms of a layer; `leaf` is what a norm calls its weight."""
     names = {
         "input_norm": "input_layernorm", "attn_out_norm": "post_attention_layernorm", "post_norm": "pre_feedforward_layernorm",

@@ -35,7 +35,7 @@ from dflash_jax.models.gemma import (
     text_keys,
     tied,
 )
-from dflash_jax.models.layers import MLP, Attend, Cache, Linear, Rotary, WideNorm, mlp_parameters, rotate
+from dflash_jax.models.layers import MLP, Attend, Cache, Linear, Rotary, WideNorm, mlp_parameters, rotate, unit_norm
 from dflash_jax.models.moe import Experts, expert_traits
 from dflash_jax.models.parameters import Parameter, Source, single
 from dflash_jax.models.traits import LayerTraits
@@ -222,12 +222,6 @@ def gemma4_traits(config: Gemma4Config) -> LayerTraits:
         return gemma_traits(config, full_heads=full, normed_values=True)
     mixed: dict[str, Any] = {"feed_forward": "mixed", "experts": expert_traits(config)}
     return gemma_traits(config, full_heads=full, normed_values=True, **mixed)
-
-
-def unit_norm(x: Float[Array, "... D"], eps: float) -> Float[Array, "... D"]:
-    """Root-mean-square norm without a weight, in float32."""
-    wide = x.astype(jnp.float32)
-    return (wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)).astype(x.dtype)
 
 
 def times(x: Float[Array, "..."], factor: float) -> Float[Array, "..."]:
