@@ -7,9 +7,10 @@
     X.input_scale     what activations would be divided by; not needed
 
 Experts in one tensor, `experts.gate_up_proj [E, 2F, D]`, have `experts.gate_up_proj_weight_scale` and the like, and a second scale
-for each expert. Which modules are left out (`exclude_modules`, `ignore`, with wildcards) and which are in which format
-(`quantized_layers`), the tensors say too. Sources: ModelOpt, `torch/export/quant_utils.py`, `torch/export/convert_hf_config.py` and
-`torch/quantization/qtensor`; vLLM's ModelOptQuantConfigBase and its kin.
+for each expert or for all; gpt-oss's have input channels first (`input_first`). Which modules are left out (`exclude_modules`,
+`ignore`, with wildcards) and which are in which format (`quantized_layers`), the tensors say too. Sources: ModelOpt,
+`torch/export/quant_utils.py`, `torch/export/convert_hf_config.py` and `torch/quantization/qtensor`; vLLM's
+ModelOptQuantConfigBase and its kin.
 """
 
 from collections.abc import Collection, Mapping
@@ -17,10 +18,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from dflash_jax.checkpoints.quantized.dequantized import float8
+from dflash_jax.checkpoints.quantized.dequantized import Matrix, float8
+from dflash_jax.checkpoints.quantized.input_first import input_first, is_input_first
 from dflash_jax.checkpoints.quantized.packed import E2M1, table_of
 from dflash_jax.checkpoints.quantized.release import KEY, Found, Release, check_names, one_of, refuse_unknown
-from dflash_jax.checkpoints.quantized.scaled import PER_ROW, PER_TENSOR, Block, Scaled, scaled
+from dflash_jax.checkpoints.quantized.scaled import PER_ROW, PER_TENSOR, Block, scaled
 from dflash_jax.checkpoints.safetensors import Tensor
 from dflash_jax.config import shown
 from dflash_jax.errors import ConfigError
@@ -144,7 +146,7 @@ def _find(
 
 def _matrix(
     name: str, codes: Tensor, parts: Mapping[str, Tensor], blocks: list[Block], two: bool, problems: list[str]
-) -> Scaled | None:
+) -> Matrix | None:
     """The matrix in one of these blocks; None with what is wrong with it.
 
     Args:
@@ -153,7 +155,10 @@ def _matrix(
     scale, decode = parts["weight_scale"], _DECODERS[codes.dtype]
     if codes.dtype == "U8":
         shape = (*codes.shape[:-1], *(2 * width for width in codes.shape[-1:]))
-        more = {"whole": parts["weight_scale_2"]} if two else {}
+        whole, group = parts.get("weight_scale_2"), blocks[0][1]
+        if two and whole is not None and group is not None and is_input_first(codes, scale, group):
+            return input_first(name, codes, scale, whole, group, problems)
+        more = {"whole": whole} if two else {}
         return scaled(name, shape, codes, scale, decode, list(dict.fromkeys(blocks)), problems, **more)
     if len(scale.shape) == 4 and scale.shape[1::2] == (1, 1):
         scale = replace(scale, shape=scale.shape[::2])
