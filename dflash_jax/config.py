@@ -619,12 +619,14 @@ def refuse_quantised(values: Mapping[str, Any]) -> None:
     """Raises ConfigError where a file says, in transformers' way or in MLX's, that its weights are quantised."""
     for key in ("quantization_config", "quantization"):
         if found := values.get(key):
-            method = found.get("quant_method", found) if isinstance(found, Mapping) else found
+            method = shown(found.get("quant_method", found) if isinstance(found, Mapping) else found)
+            if isinstance(found, Mapping) and "quant_method" not in found and {"bits", "group_size"} <= found.keys():
+                method = f"MLX's format, {method}"
             raise ConfigError(
-                f"config.json says in {key} that the weights are quantised ({shown(method)}), expected bfloat16, float16 or "
-                "float32, or a format that is dequantized here: float8 (quant_method fp8, modelopt or fbgemm_fp8), "
-                "compressed-tensors in eight bits or packed, GPTQ in four or eight bits, AWQ, and MXFP4 of gpt-oss. Take another "
-                "release, or write the checkpoint in bfloat16 with its publisher's tool and remove the key"
+                f"config.json says in {key} that the weights are quantised ({method}), expected bfloat16, float16 or float32, or a "
+                "format that is dequantized here: float8 (quant_method fp8 or fbgemm_fp8), modelopt, compressed-tensors, GPTQ, "
+                "AWQ, bitsandbytes, and MXFP4 of gpt-oss. Take another release, or write the checkpoint in bfloat16 with its "
+                "publisher's tool and remove the key"
             )
 
 

@@ -19,8 +19,9 @@ from dflash_jax.sampling_params import SamplingParams
 from dflash_jax.text.completion import Completion, Piece, Stats, TokenLogprob
 from dflash_jax.text.detokenizer import TextStream
 from dflash_jax.text.pictures.encoder import VisionEncoder
-from dflash_jax.text.pictures.messages import pictures_in, without_pictures
-from dflash_jax.text.pictures.placed import Picture, Pictures, expanded, three_axes
+from dflash_jax.text.pictures.films import Film
+from dflash_jax.text.pictures.messages import films_in, pictures_in, without_pictures
+from dflash_jax.text.pictures.placed import Picture, Pictures, Spread, expanded, three_axes
 from dflash_jax.text.prompts import Prompt, is_chat, is_single, prompt_ids
 from dflash_jax.text.refused_words import refused_ids
 
@@ -67,7 +68,9 @@ def generate(
       prompts: a text, a list of token ids, a list of messages (`{"role": ..., "content": ...}`), or a list of any of those. Where
         the model has a vision tower, a content may be a list with pictures among texts: `{"type": "text", "text": ...}` and
         `{"type": "image", "image": ...}` with a path, bytes, a data URL, an array or an image of Pillow. `max_pixels` beside it
-        bounds what is seen of it, and so the tokens that it takes.
+        bounds what is seen of it, and so the tokens that it takes. A film is `{"type": "video", "video": ...}` with a path, bytes
+        or a data URL of an animated picture or a film's file; or with a list of pictures, or an array `[T, height, width, 3]`,
+        and `fps` beside it. `num_frames` is how many of its frames are looked at, `max_pixels` bounds all of them together.
       params: one `SamplingParams` for all prompts or a list with one each; greedy with 256 tokens where None.
       draft: False decodes with the target alone.
       chat: read each text as one user message and use the chat template.
@@ -84,7 +87,7 @@ def generate(
     single = is_single(prompts)
     check_single(params, single=single)
     options = {"draft": draft, "chat": chat, "chat_options": chat_options, "cycles": GENERATE_CYCLES}
-    served = _pieces(model, [prompts] if single else list(prompts), params, **options)
+    served = pieces_of(model, [prompts] if single else list(prompts), params, **options)
     done, total = (
         dict[int, Completion](),
         sum(one.n for one in params_of_prompts(params, 1 if single else len(prompts))),
@@ -128,7 +131,7 @@ def stream(
     draft, chat = check_flags(model, draft, chat, chat_options)
     single = is_single(prompts)
     options = {"draft": draft, "chat": chat, "chat_options": chat_options, "cycles": count}
-    return _pieces(model, [prompts] if single else list(prompts), params, **options)
+    return pieces_of(model, [prompts] if single else list(prompts), params, **options)
 
 
 def check_flags(model: Any, draft: Any, chat: Any, chat_options: Any) -> tuple[bool, bool]:
@@ -209,7 +212,7 @@ class Shown(NamedTuple):
       tokens: of the prompt.
     """
 
-    pictures: list[Picture]
+    pictures: tuple[Picture, ...]
     starts: tuple[int, ...]
     tokens: int
 
@@ -221,28 +224,48 @@ class Shown(NamedTuple):
         return Pictures(marks, tuple(vision.rows(self.pictures)), positions, shift)
 
 
-def prompted(
-    model: Model, prompt: Any, *, chat: bool, chat_options: Mapping[str, Any] | None
-) -> tuple[tuple[int, ...], Shown | None]:
-    """Token ids of one prompt, and its pictures where it has some.
+class Prompted(NamedTuple):
+    """Token ids of one prompt, and its pictures, those of films too, where it has some."""
+
+    ids: tuple[int, ...]
+    shown: Shown | None
+
+
+def prompted(model: Model, prompt: Any, *, chat: bool, chat_options: Mapping[str, Any] | None) -> Prompted:
+    """Reads one prompt; one that was read stays as it is.
 
     Raises:
-      PromptError, TokenizerError: as `prompt_ids`; or a picture is none, or the model sees none.
+      PromptError, TokenizerError: as `prompt_ids`; or a picture or a film is none, or the model sees none.
     """
-    sources = pictures_in(prompt) if is_chat(prompt) else []
-    if not sources:
-        return prompt_ids(model.tokenizer, model.name, prompt, chat=chat, options=chat_options), None
+    if isinstance(prompt, Prompted):
+        return prompt
+    sources, films = (pictures_in(prompt), films_in(prompt)) if is_chat(prompt) else ([], [])
+    if not sources and not films:
+        return Prompted(prompt_ids(model.tokenizer, model.name, prompt, chat=chat, options=chat_options), None)
     if (vision := model.vision) is None:
         raise PromptError(
-            f"{model.name} was loaded without a vision tower, so no message may hold a picture: leave out the {len(sources)} that "
-            "are there, or load a model that has one (model.notices says what was left out)"
+            f"{model.name} was loaded without a vision tower, so no message may hold a picture or a film: leave out the "
+            f"{len(sources) + len(films)} that are there, or load a model that has one (model.notices says what was left out)"
         )
     text = without_pictures(prompt)
     ids = prompt_ids(model.tokenizer, model.name, text, chat=chat, options=chat_options)
     shown = [vision.processor.picture(*source) for source in sources]
-    grids = [picture.grid for picture in shown]
-    ids, starts = expanded(ids, grids, vision.config.image_token_id, vision.config.merge_size)
-    return ids, Shown(shown, starts, len(ids))
+    played = [_spread(model, vision, vision.films.film(*source)) for source in films]
+    ids, starts, pictures = expanded(ids, vision.config, shown, played)
+    return Prompted(ids, Shown(pictures, starts, len(ids)))
+
+
+def _spread(model: Model, vision: VisionEncoder, film: Film) -> Spread:
+    """What stands in a film's place: of each pair of frames its time, and between two tokens its rows."""
+    start, end = vision.config.vision_start_token_id, vision.config.vision_end_token_id
+    if start is None or end is None or model.tokenizer is None:
+        raise PromptError(
+            f"{model.name} was converted before there were films, and does not know the tokens that stand for one: convert it again"
+        )
+    spread = list[Sequence[int] | Picture]()
+    for pair, time_s in zip(film.pairs, film.times, strict=True):
+        spread += [(*model.tokenizer.encode(f"<{time_s:.1f} seconds>", special=False), start), pair, (end,)]
+    return spread
 
 
 def shortened(ids: tuple[int, ...], shown: Shown | None, params: SamplingParams, longest: int) -> tuple[int, ...]:
@@ -268,7 +291,10 @@ def params_of_prompts(params: Params, count: int) -> list[SamplingParams]:
     return each
 
 
-def _pieces(model: Model, prompts: list, params: Params, *, draft, chat, chat_options, cycles) -> Generator[Piece]:
+def pieces_of(
+    model: Model, prompts: list, params: Params, *, draft, chat=False, chat_options=None, cycles=STREAM_CYCLES
+) -> Generator[Piece]:
+    """What `stream` yields; prompts may be such as `prompted` has read."""
     requests = make_requests(model, prompts, params, chat=chat, chat_options=chat_options)
     run = model.engine.run(requests, draft=draft, cycles=cycles)
     return _serve(model, requests, run)

@@ -38,6 +38,7 @@ from dflash_jax.options import (
     LoadOptions,
     as_flag,
     as_integer,
+    is_list,
     read_options,
     taking_options,
 )
@@ -45,6 +46,7 @@ from dflash_jax.quantization.attention_output import with_outputs
 from dflash_jax.quantization.kv_formats import quantized_format
 from dflash_jax.text.grammars import Grammars
 from dflash_jax.text.pictures.encoder import VisionEncoder
+from dflash_jax.text.pictures.films import FilmProcessor
 from dflash_jax.text.pictures.float8 import VisionScales, read_vision_scales
 from dflash_jax.text.pictures.reading import Processor
 from dflash_jax.text.tokenizer import Tokenizer, end_notice, end_token_ids, tokenizer_notices
@@ -244,6 +246,7 @@ def load(
     tower, vision = vision_of(target, asked), None
     if tower is not None:
         processor = Processor.from_folder(target.folder, tower.config)
+        films = FilmProcessor.from_folder(target.folder, tower.config)
         # One device has the tower: where several share the models its programs are not theirs.
         programs = engine.programs if engine.tp == 1 else Programs()
         scales = None
@@ -251,7 +254,7 @@ def load(
             blocks = tower.config.depth
             given = None if asked.vision_scales is None else read_vision_scales(asked.vision_scales, blocks)
             scales = VisionScales(blocks, given)
-        vision = VisionEncoder(tower.config, processor, tower_shapes(tower, engine.dtype), programs, scales)
+        vision = VisionEncoder(tower.config, processor, films, tower_shapes(tower, engine.dtype), programs, scales)
     if asked.cache_scales == FROM_TRAFFIC:
         engine.scales_from_traffic = True
     elif asked.cache_scales is not None:
@@ -312,7 +315,7 @@ def load(
 
 def _items(name: str, value: Any) -> list:
     """What an argument of `Model.warmup` holds; the letters of a text are not what was meant."""
-    if isinstance(value, str) or not isinstance(value, Iterable):
+    if not is_list(value):
         raise ParameterError(f"{name} must be a list, got {value!r}")
     return list(value)
 
@@ -342,8 +345,7 @@ def _calibration_ids(tokenizer: Tokenizer | None, text: Any) -> Sequence[int]:
         if tokenizer is None:
             raise ParameterError("the target's folder has no tokenizer.json: give calibration as token ids")
         return tokenizer.encode(text)
-    listed = isinstance(text, Iterable) and not isinstance(text, bytes)  # which would pass for token ids
-    tokens = [as_integer(token) for token in text] if listed else [None]
+    tokens = [as_integer(token) for token in text] if is_list(text) else [None]
     if None in tokens:
         raise ParameterError(
             f"calibration must be a list of texts or of token ids, got one with {type(text).__name__} {text!r:.40} in it"

@@ -61,6 +61,11 @@ def are_integers(values: Collection[Any]) -> bool:
     return set(map(type, values)) == {int} or all(as_integer(value) is not None for value in values)
 
 
+def is_list(value: Any) -> bool:
+    """Whether things are listed: not by a text, nor by an array without axes, which says that it can be iterated and cannot."""
+    return isinstance(value, Iterable) and not isinstance(value, str | bytes) and getattr(value, "ndim", 1) > 0
+
+
 def as_layers(text: str) -> list[str]:
     """Layers of a text that has commas between them."""
     return text.split(",")
@@ -359,7 +364,6 @@ class LoadOptions:
                 "leave it out"
             )
         self._check_cache()
-        self._check_calibration()
         if self.exact:
             self._check_exact()
 
@@ -367,15 +371,17 @@ class LoadOptions:
         """Puts formats of pages under the names that they have here."""
         for name, known in (("cache_dtype", CACHE_DTYPES), ("draft_cache_dtype", DRAFT_CACHE_DTYPES)):
             given = getattr(self, name)
-            if name == "draft_cache_dtype" and given is not None and given not in known:
+            # An array is equal to nothing.
+            if given is not None and (
+                not isinstance(given, str) or (name == "draft_cache_dtype" and given not in known)
+            ):
                 raise ParameterError(f"{name} must be None or {' or '.join(map(repr, known))}, got {given!r}")
             if isinstance(given, str):
                 object.__setattr__(self, name, _CACHE_NAMES.get(given, given))
         if self.draft_cache_dtype == AUTO:  # no drafter says anything of its pages
             object.__setattr__(self, "draft_cache_dtype", None)
         skipped = self.cache_dtype_skip_layers
-        listed = isinstance(skipped, Iterable) and not isinstance(skipped, str | bytes)
-        if not listed or not all(isinstance(one, str) or as_integer(one) is not None for one in skipped):
+        if not is_list(skipped) or not all(isinstance(one, str) or as_integer(one) is not None for one in skipped):
             raise ParameterError(
                 f'cache_dtype_skip_layers must list numbers of layers, "sliding_window" or "full_attention", got {skipped!r}'
             )
@@ -389,6 +395,7 @@ class LoadOptions:
             raise ParameterError(
                 f'query_dtype={self.query_dtype!r} is for cache_dtype="fp8": give both, or leave it out'
             )
+        self._check_calibration()
         if self.scale_range is not None:
             self._check_scale_range()
         if self.cache_scales is not None and (len(self.calibration) or self.cache_dtype not in (*CALIBRATED, AUTO)):
@@ -518,7 +525,8 @@ def check_weight_dtype(
 
 
 def _one_of(name: str, value: Any, choices: Sequence[Any]) -> None:
-    if value not in choices:
+    # An array is equal to nothing.
+    if not (value is None or isinstance(value, str)) or value not in choices:
         *others, last = map(str, choices)
         raise ParameterError(f"{name} must be {', '.join(others)} or {last}, got {value!r}")
 

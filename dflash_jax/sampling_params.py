@@ -3,12 +3,12 @@
 import difflib
 import functools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import InitVar, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, no_type_check
 
 from dflash_jax.errors import ParameterError
-from dflash_jax.options import as_flag, as_integer, as_number
+from dflash_jax.options import as_flag, as_integer, as_number, is_list
 
 if TYPE_CHECKING:
     from dflash_jax.model import Model
@@ -75,7 +75,8 @@ class Structured:
         grammar: str | None = None,
         json_object: bool | None = None,
     ):
-        given = {"json": json, "regex": regex, "choice": choice, "grammar": grammar, "json_object": json_object or None}
+        asked = None if as_flag(json_object) is False else json_object
+        given = {"json": json, "regex": regex, "choice": choice, "grammar": grammar, "json_object": asked}
         named = {name: value for name, value in given.items() if value is not None}
         if len(named) != 1:
             came = " and ".join(named) or "none"
@@ -349,7 +350,7 @@ class SamplingParams:
 
     def _allowed(self) -> tuple[int, ...]:
         given, ids = self.allowed_token_ids, list[int]()
-        for token in given if isinstance(given, Iterable) and not isinstance(given, str | bytes) else ():
+        for token in given if is_list(given) else ():
             number = as_integer(token)
             ids.append(-1 if number is None else number)
         if not ids or min(ids) < 0:
@@ -361,11 +362,10 @@ class SamplingParams:
     def _words(self) -> tuple[str | tuple[int, ...], ...]:
         """Texts, and sequences of ids as tuples."""
         given, found = self.bad_words, []
-        if not isinstance(given, str | bytes) and isinstance(given, Iterable):
+        if is_list(given):
             given = tuple(given)
             for word in given:
-                listed = isinstance(word, Iterable) and not isinstance(word, str | bytes)
-                ids = tuple(map(as_integer, word)) if listed else ()
+                ids = tuple(map(as_integer, word)) if is_list(word) else ()
                 if isinstance(word, str) and word.strip():
                     found.append(str(word))
                 elif ids and all(token is not None and token >= 0 for token in ids):
@@ -405,7 +405,7 @@ class SamplingParams:
 
     def _items(self, name: str) -> tuple:
         value = getattr(self, name)
-        if isinstance(value, str | bytes) or not isinstance(value, Iterable):
+        if not is_list(value):
             kind = (
                 "a string or a list of non-empty strings"
                 if name == "stop"

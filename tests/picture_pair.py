@@ -10,25 +10,15 @@ from typing import Any
 
 import jax
 import numpy as np
-import tokenizers
 from safetensors.numpy import save_file
 
 import dflash_jax as dj
 from dflash_jax.models import family_of, init_params, to_huggingface
 
+from .models.golden.film_words import TEMPLATE, tokenizer
 from .models.golden_files import GOLDEN
 
 FOLDER = GOLDEN / "qwen3_5_vision"
-NAMED = (
-    "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "<|im_start|>", "<|im_end|>", "user", "assistant",
-    "system", "mask",
-)  # fmt: skip
-# Contents alone, so that a test can give any tokens.
-TEMPLATE = """{%- for message in messages -%}
-{%- if message.content is string %} {{ message.content }}
-{%- else %}{% for part in message.content %}
-{%- if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %} {{ part.text }} {% endif %}
-{%- endfor %}{% endif %}{% endfor %}"""
 DRAFT: dict[str, Any] = {
     "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "vocab_size": 110, "hidden_size": 32, "intermediate_size": 48,
     "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "rms_norm_eps": 1e-6,
@@ -42,11 +32,8 @@ def picture_folder() -> Path:
     """A model's folder with a tokenizer and a drafter, as a release has them."""
     folder = Path(tempfile.mkdtemp(prefix="dflash-jax-pictures-")) / "model"
     atexit.register(shutil.rmtree, folder.parent, ignore_errors=True)
-    shutil.copytree(FOLDER, folder, ignore=shutil.ignore_patterns("expected.npz"))
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": i for i in range(100)}, unk_token="w0"))
-    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    words.add_special_tokens([tokenizers.AddedToken(name, special=True) for name in NAMED])
-    words.save(str(folder / "tokenizer.json"))
+    shutil.copytree(FOLDER, folder, ignore=shutil.ignore_patterns("*.npz"))
+    tokenizer().save(str(folder / "tokenizer.json"))
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     (folder / "draft").mkdir()
     (folder / "draft" / "config.json").write_text(json.dumps(DRAFT))
@@ -72,9 +59,21 @@ def picture_model() -> dj.Model:
     return load_pictures(num_pages=12)
 
 
-def expected() -> dict[str, np.ndarray]:
-    with np.load(FOLDER / "expected.npz") as file:
+def expected(name: str = "expected.npz") -> dict[str, np.ndarray]:
+    with np.load(FOLDER / name) as file:
         return {name: file[name] for name in file}
+
+
+def film_message(**changed: Any) -> list[dict[str, Any]]:
+    """The prompt that the golden file of films is of; `changed` are other films by "first" and "second"."""
+    found, shown = expected("films.npz"), expected()["picture_0"]
+    films = [
+        {"type": "video", "video": changed.get(name, found[f"film_{number}"]), "fps": float(found["fps"][number])}
+        for name, number in (("first", 1), ("second", 0))
+    ]
+    texts = [{"type": "text", "text": text} for text in found["text"].tolist() if text]
+    picture = {"type": "image", "image": shown}
+    return [{"role": "user", "content": [texts[0], films[0], texts[1], picture, texts[2], films[1], texts[3]]}]
 
 
 def words(ids: Any) -> str:

@@ -48,6 +48,7 @@ from dflash_jax.models.presets import (
 from dflash_jax.options import LoadKeywords, LoadOptions, read_options
 from dflash_jax.parallel.ranks import local_ranks
 from dflash_jax.quantization.attention_output import check_attention_output
+from dflash_jax.text.prompt_files import read_utf8
 
 # Published shapes that can be filled with random weights: family, target, drafter.
 SHAPES: Mapping[str, tuple[str, str, str]] = {
@@ -113,10 +114,7 @@ def read_prompts(path: str | Path) -> list[str]:
       PromptError: the file cannot be read, holds no prompt, an item has none of the keys, or a file that is called .json or .jsonl
         holds something else.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8-sig")  # some editors begin a file with a mark
-    except (OSError, UnicodeDecodeError) as error:
-        raise PromptError(f"{path} cannot be read: {error}") from error
+    text = read_utf8(path)
     rows: Sequence[Any]
     try:
         whole = json.loads(text)

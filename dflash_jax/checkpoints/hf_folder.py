@@ -30,6 +30,7 @@ SIDECARS = (
     "chat_template.jinja",
     "chat_template.json",
     "preprocessor_config.json",
+    "video_preprocessor_config.json",
 )
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _OTHERS = (".gguf", ".npz", ".h5", ".msgpack", ".onnx")

@@ -117,19 +117,6 @@ def _axes(
     return axes | made
 
 
-def shared_weights(
-    models: Sequence[tuple[DecoderConfig, Family]], weights: Mapping[str, Mapping[str, Any]], ranks: Ranks
-) -> dict[str, dict[str, Weight]]:
-    """Declared arrays of a target and perhaps its drafter, whole and on the host, as `read_weights` gives them to ranks."""
-    placed = {
-        family.role: {
-            one.name: ranks.placed(one, np.asarray(weights[family.role][one.name])) for one in family.parameters(config)
-        }
-        for config, family in models
-    }
-    return completed(models, placed, ranks)
-
-
 def completed(
     models: Sequence[tuple[DecoderConfig, Family]],
     placed: Mapping[str, dict[str, Any]],

@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import fields
 from pathlib import Path
@@ -17,6 +17,7 @@ from dflash_jax.errors import DFlashError, ParameterError, PromptError
 from dflash_jax.generation import STREAM_CYCLES
 from dflash_jax.interactive.chat import Chat
 from dflash_jax.model import Model, load
+from dflash_jax.text.pictures.clips import clip_of
 from dflash_jax.text.pictures.reading import opened
 
 PROMPT = "> "
@@ -24,6 +25,7 @@ HELP = """/reset             forget what was said
 /undo              forget the last message and its answer
 /system [TEXT]     what the model is told before everything else; without TEXT nothing
 /image FILE        a picture that is shown with the next message
+/video FILE        a film that is shown with it
 /set [NAME=VALUE]  an option of sampling or of the chat template, such as temperature=0.7; alone it lists them
 /stats [on|off]    speed and tokens per cycle so far; on or off: behind each answer
 /exit              end, as Ctrl-D does
@@ -108,11 +110,12 @@ class Commands:
     def __init__(self, chat: Chat, session: Session, *, stats: bool):
         self.chat, self.session, self.stats = chat, session, stats
         self.images: list[str] = []
+        self.videos: list[str] = []
 
     def answer(self, text: str) -> None:
         """Prints the answer to a message as it comes."""
-        pieces = self.chat.stream(text, images=self.images)
-        self.images = []
+        pieces = self.chat.stream(text, images=self.images, videos=self.videos)
+        self.images, self.videos = [], []
         with closing(pieces):
             for piece in pieces:
                 print(printable(piece.text, sys.stdout), end="", flush=True)
@@ -137,7 +140,9 @@ class Commands:
             case "/system":
                 self.chat.system = self.session.system = rest or None
             case "/image":
-                self._image(rest)
+                self.images.append(self._shown(rest, opened))
+            case "/video":
+                self.videos.append(self._shown(rest, clip_of))
             case "/set":
                 self._set(rest)
             case "/stats":
@@ -146,13 +151,13 @@ class Commands:
                 raise ParameterError(f"there is no {name}: /help tells the commands")
         return True
 
-    def _image(self, name: str) -> None:
-        """Raises PromptError for a file that is no picture, or where the model sees none."""
+    def _shown(self, name: str, read: Callable[[str], Any]) -> str:
+        """A file's whole path. Raises PromptError for one that cannot be read, or where the model sees nothing."""
         if self.chat.model.vision is None:
             raise PromptError("this model was loaded without a vision tower, so it sees no picture")
         path = str(Path(name).expanduser().absolute())  # what a session's file names is found from anywhere
-        opened(path)
-        self.images.append(path)
+        read(path)
+        return path
 
     def _set(self, text: str) -> None:
         session, chat = self.session, self.chat

@@ -137,8 +137,9 @@ def run_generate(args: argparse.Namespace) -> int:
     check_models(args)
     chat = {"chat": args.chat, "chat_options": chat_options_of(args)}
     prompts = read_prompts(args.prompts)
-    if args.image and not args.chat:
-        raise UsageError("--image is part of a message: add --chat")
+    for name in ("image", "video"):
+        if getattr(args, name) and not args.chat:
+            raise UsageError(f"--{name} is part of a message: add --chat")
     with told_if_slow() as ready:
         return _generate(args, prompts, given, chat, ready)
 
@@ -153,7 +154,7 @@ def _generate(
     from dflash_jax.model import Model, load
 
     cycles = GENERATE_CYCLES if args.json else STREAM_CYCLES
-    shown = [{"type": "image", "image": str(path)} for path in args.image]
+    shown = [{"type": kind, kind: str(path)} for kind in ("image", "video") for path in getattr(args, kind)]
     asked: list[Any] = [
         [{"role": "user", "content": [*shown, {"type": "text", "text": text}]}] if shown else text for text in prompts
     ]

@@ -30,6 +30,10 @@ def build_parser() -> argparse.ArgumentParser:
         "--image", type=file_path, action="append", default=[], metavar="FILE",
         help="with --chat: a picture that is shown with every prompt, before its text; may be repeated (extra: vision)",
     )  # fmt: skip
+    generate.add_argument(
+        "--video", type=file_path, action="append", default=[], metavar="FILE",
+        help="the same of a film: an animated GIF, WEBP or PNG, or an mp4, mov, mkv, webm or avi file",
+    )  # fmt: skip
     generate.add_argument("--stats", action="store_true", help="speed and acceptance on stderr")
     generate.add_argument("--json", action="store_true", help="one JSON object for each prompt, on a line of its own")
     sampling = _add_sampling(generate, max_tokens=256)

@@ -10,7 +10,6 @@ import tqdm
 from dflash_jax.checkpoints.pair import shipped_pair
 from dflash_jax.cli.report import position_line
 from dflash_jax.cli.terminal import note
-from dflash_jax.errors import ParameterError
 from dflash_jax.training.fit_settings import FitSettings
 from dflash_jax.training.kinds import HeadSizes
 from dflash_jax.training.stages import Clock, Interrupted, latest
@@ -31,8 +30,6 @@ def train(args: argparse.Namespace) -> int:
     settings = FitSettings(**given)
     output = args.output
     work = args.work or output.with_name(f"{output.name}.work")
-    if work.exists() and not work.is_dir():
-        raise ParameterError(f"{work} is a file: name another folder with --work")
     task = Task(
         target=args.target or str(shipped_pair() / "target"), data=Path(args.data), output=output,
         work=work, settings=settings, chat=args.chat,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from threading import Lock
+from threading import Lock, get_ident
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import jax
@@ -123,12 +123,13 @@ class Programs:
     Attributes:
       stored: of this process: programs that are on disk, and go there; None keeps none.
       ranks: devices that share every program; None for one device.
-      compile_s: seconds that calls have waited for programs so far.
+      waited_s: seconds that calls have waited for programs, but for the calls that wait now.
     """
 
     stored: ClassVar["StoredPrograms | None"] = None
     ranks: Ranks | None = None
-    compile_s: float = 0.0
+    waited_s: float = 0.0
+    _waiting: dict[int, float] = field(default_factory=dict)  # by threads, the clock as their calls began to wait
     _compiled: dict[tuple, Any] = field(default_factory=dict)
     _pending: dict[tuple, Future] = field(default_factory=dict)
     _lock: Lock = field(default_factory=Lock)
@@ -139,9 +140,20 @@ class Programs:
         program = self._compiled.get((function, static, _signature(args)))
         if program is None:
             started = time.perf_counter()
-            program = self.prepare(function, static, donate, *args)
-            self.compile_s += time.perf_counter() - started
+            try:
+                self._waiting[get_ident()] = started
+                program = self.prepare(function, static, donate, *args)
+            finally:
+                with self._lock:
+                    self._waiting.pop(get_ident(), None)
+                    self.waited_s += time.perf_counter() - started
         return program(*args)
+
+    @property
+    def compile_s(self) -> float:
+        """Seconds that calls have waited for programs so far. Whoever comes while one waits waits for the rest alone."""
+        with self._lock:
+            return self.waited_s + sum(time.perf_counter() - started for started in [*self._waiting.values()])
 
     def made[T](self, name: str, make: Callable[[], T], shardings: Any) -> T:
         """Arrays that ranks share, made where they stay. `name` tells `make` from others of an engine."""

@@ -5,11 +5,10 @@ all pairs of a request and a place the best ones are a prefix of each request's 
 the law that it is drawn from, and off what a head says of its place, never off the drawn token. What turns these into a chance is
 learnt by `engine.acceptance_estimate`.
 
-Law and head may depend on tokens drawn before a place, and what a place is given on those of other requests. Take the pairs by
-falling chance, as the budget does: each one's number is known from pairs taken before it, of which its own request's are all the
-places before, and whether it is taken too. So where taking ends says nothing of tokens that were not taken, and what was proposed
-at a place that is verified still has its law: the text's law stays what it is. A place's own token in its number, or in that of a
-place before, would change it.
+Both may depend on tokens that were drawn at places before, as a Markov head's law does. Texts keep their law all the same: chances
+fall along a block, so the best pairs are found one after the other, and the chance of the next pair of each request is known from
+tokens of pairs that were chosen before it. Whether a pair is chosen thus says nothing of the token drawn there. It would where a
+chance depends on its own place's token, or on that of a place behind.
 """
 
 import jax

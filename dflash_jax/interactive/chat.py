@@ -7,11 +7,10 @@ from typing import Any
 
 from dflash_jax.engine.requests import Request
 from dflash_jax.errors import CapacityError, DFlashError, ParameterError, TokenizerError
-from dflash_jax.generation import check_flags, make_requests, prompted, stream
+from dflash_jax.generation import Prompted, check_flags, make_requests, pieces_of, prompted
 from dflash_jax.model import Model
 from dflash_jax.sampling_params import SamplingParams
 from dflash_jax.text.completion import Completion, Piece
-from dflash_jax.text.prompts import is_chat
 
 DEFAULT_TOKENS = 1024
 
@@ -72,35 +71,35 @@ class Chat:
         answers = sum(message["role"] == "assistant" for message in self.history)
         return f"Chat({self.model.name!r}: {answers} answers)"
 
-    def say(self, text: str, *, images: Sequence[Any] = ()) -> Completion:
+    def say(self, text: str, *, images: Sequence[Any] = (), videos: Sequence[Any] = ()) -> Completion:
         """The answer to a message. Arguments and errors are those of `stream`."""
-        with closing(self.stream(text, images=images)) as pieces:
+        with closing(self.stream(text, images=images, videos=videos)) as pieces:
             for piece in pieces:
                 if piece.completion is not None:
                     return piece.completion
         raise AssertionError("a stream ends with a completion")
 
-    def stream(self, text: str, *, images: Sequence[Any] = ()) -> Generator[Piece]:
+    def stream(self, text: str, *, images: Sequence[Any] = (), videos: Sequence[Any] = ()) -> Generator[Piece]:
         """Pieces of the answer to a message.
 
         Args:
           images: pictures that are shown with it, before its text: paths, bytes, data URLs, arrays or images of Pillow.
+          videos: films, after the pictures: paths, bytes or data URLs; or `{"video": ..., "fps": ...}` with frames, or with
+            `num_frames` or `max_pixels`.
 
         Raises:
           PromptError, ParameterError, TokenizerError: at once; the conversation stays as it was.
           CapacityError: at once: the conversation is longer than the model takes. `undo` or `reset` make room.
         """
-        content = self._content(text, images)
+        content = self._content(text, images, videos)
         prompt, params = self._asked(content)
-        chat_options = self.chat_options if is_chat(prompt) else None
-        pieces = stream(self.model, prompt, params, draft=self.draft, chat_options=chat_options)
+        pieces = pieces_of(self.model, [prompt], params, draft=self.draft)
         return self._answer(content, pieces)
 
     def request(self, text: str) -> Request:
         """What the engine would be asked for with a message. Raises what `stream` raises."""
-        prompt, params = self._asked(self._content(text, ()))
-        chat_options = self.chat_options if is_chat(prompt) else None
-        return make_requests(self.model, [prompt], params, chat_options=chat_options)[0]
+        prompt, params = self._asked(self._content(text, (), ()))
+        return make_requests(self.model, [prompt], params)[0]
 
     def set_options(self, chat_options: Mapping[str, Any]) -> None:
         """Other names for the chat template, in place of those before. Raises ParameterError for one that it does not ask for."""
@@ -126,30 +125,33 @@ class Chat:
             self.completions.pop()
         return True
 
-    def _content(self, text: str, images: Sequence[Any]) -> str | list[dict[str, Any]]:
-        """A message's content. Raises ParameterError for one that is no text, and for pictures that are no list."""
+    def _content(self, text: str, images: Sequence[Any], videos: Sequence[Any]) -> str | list[dict[str, Any]]:
+        """A message's content. Raises ParameterError for one that is no text, and for pictures or films that are no list."""
         if not isinstance(text, str):
             raise ParameterError(f"a message must be a text, got {type(text).__name__} {text!r:.80}")
         if not isinstance(images, list | tuple):
             raise ParameterError(f"images must be a list of pictures, got {type(images).__name__}")
+        if not isinstance(videos, list | tuple):
+            raise ParameterError(f"videos must be a list of films, got {type(videos).__name__}")
         shown = [{"type": "image", "image": image} for image in images]
+        shown += [{"type": "video", **(one if isinstance(one, Mapping) else {"video": one})} for one in videos]
         return [*shown, {"type": "text", "text": text}] if shown else text
 
-    def _asked(self, content: Any) -> tuple[Any, SamplingParams]:
-        """The prompt that a message makes, token ids or, where it holds pictures, messages; and the parameters of its answer."""
+    def _asked(self, content: Any) -> tuple[Prompted, SamplingParams]:
+        """The prompt that a message makes, and the parameters of its answer."""
         self._check_alone()
         messages = self._messages(content)
-        ids, shown = prompted(self.model, messages, chat=False, chat_options=self.chat_options)
+        prompt = prompted(self.model, messages, chat=False, chat_options=self.chat_options)
         engine = self.model.engine
         longest = engine.longest
-        if (room := longest - len(ids)) < 1:
+        if (room := longest - len(prompt.ids)) < 1:
             raise CapacityError(
-                f"the conversation has {len(ids)} tokens with this message, the model has room for {longest}: reset it, or take "
-                "back what was said last (undo)"
+                f"the conversation has {len(prompt.ids)} tokens with this message, the model has room for {longest}: reset it, or "
+                "take back what was said last (undo)"
             )
         most = min(room, self.params.max_tokens)
         params = replace(self.params, max_tokens=most, min_tokens=min(most, self.params.min_tokens))
-        return ids if shown is None else messages, params
+        return prompt, params
 
     def _check_alone(self) -> None:
         if self.params.n > 1:
@@ -160,7 +162,7 @@ class Chat:
         return [*system, *self.history, {"role": "user", "content": content}]
 
     def _ids(self, text: str) -> tuple[int, ...]:
-        return prompted(self.model, self._messages(text), chat=False, chat_options=self.chat_options)[0]
+        return prompted(self.model, self._messages(text), chat=False, chat_options=self.chat_options).ids
 
     def _answer(self, content: Any, pieces: Generator[Piece]) -> Generator[Piece]:
         said, whole = "", False

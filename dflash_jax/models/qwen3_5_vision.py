@@ -24,6 +24,8 @@ from dflash_jax.models.parameters import Parameter, Source, single
 VISION_TYPES = ("qwen3_5_vision", "qwen3_5_moe_vision")
 PREFIX = "model.visual."
 _EPS = 1e-6
+_OF_FILMS = ("video_token_id", "vision_start_token_id", "vision_end_token_id")
+_TOKENS = {"image_token_id": 248_056} | dict(zip(_OF_FILMS, (248_057, 248_053, 248_054), strict=True))
 _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     **NEUTRAL_VALUES, "deepstack_visual_indexes": (None, []), "model_type": (None, *VISION_TYPES, "qwen3_5", "qwen3_5_moe")
 }  # fmt: skip
@@ -41,6 +43,8 @@ class VisionConfig:
       grid_side: of the square grid of learnt positions.
       out_hidden_size: the text model's width.
       image_token_id: stands in a text for each row of a picture.
+      video_token_id: the same of a film; None where a model was converted before there were films.
+      vision_start_token_id, vision_end_token_id: stand around a pair of frames of a film.
       mrope_section: pairs of a text head that turn by time, row and column.
     """
 
@@ -57,6 +61,9 @@ class VisionConfig:
     image_token_id: int
     mrope_section: tuple[int, ...] = (11, 11, 10)
     rope_theta: float = 10_000.0
+    video_token_id: int | None = None
+    vision_start_token_id: int | None = None
+    vision_end_token_id: int | None = None
 
     @property
     def head_dim(self) -> int:
@@ -92,6 +99,11 @@ class VisionConfig:
         listed = isinstance(sections, list | tuple) and len(sections) == 3
         if not listed or not all(type(one) is int and one > 0 for one in sections):
             raise ConfigError(f"{text.subject}: mrope_section must list three positive integers, got {sections!r:.40}")
+        whole, size = KeyReader("config.json", values), text.integer("vocab_size", 248_320)
+        tokens = {name: whole.integer(name, default, minimum=0) for name, default in _TOKENS.items()}
+        for name, token in tokens.items():
+            if token >= size:
+                raise ConfigError(f"config.json: {name}={token} is outside the vocabulary of {size}")
         config = cls(
             depth=keys.integer("depth", 27),
             hidden_size=keys.integer("hidden_size", 1152),
@@ -103,14 +115,10 @@ class VisionConfig:
             channels=keys.integer("in_channels", 3),
             grid_side=round(positions**0.5),
             out_hidden_size=keys.integer("out_hidden_size", 3584),
-            image_token_id=KeyReader("config.json", values).integer("image_token_id", 248_056, minimum=0),
             mrope_section=tuple(sections),
             rope_theta=rope.number("rope_theta", 10_000.0, positive=True),
+            **tokens,
         )
-        if (size := text.integer("vocab_size", 248_320)) <= config.image_token_id:
-            raise ConfigError(
-                f"config.json: image_token_id={config.image_token_id} is outside the vocabulary of {size}"
-            )
         if config.grid_side**2 != positions:
             raise ConfigError(f"{keys.subject}: num_position_embeddings must be a square number, got {positions}")
         if config.hidden_size % (4 * config.num_heads):
@@ -129,8 +137,9 @@ class VisionConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "VisionConfig":
-        """Inverse of `to_dict`. Raises ConfigError where another version wrote it."""
-        if set(values) != {field.name for field in dataclasses.fields(cls)}:
+        """Inverse of `to_dict`; what was written before there were films is of pictures alone. Raises ConfigError where another
+        version wrote it."""
+        if {*values, *_OF_FILMS} != {field.name for field in dataclasses.fields(cls)}:
             raise ConfigError(
                 f"{cls.__name__} has no such fields: {', '.join(sorted(values))}. Convert the checkpoint again."
             )

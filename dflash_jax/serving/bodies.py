@@ -287,7 +287,7 @@ def _messages(value: Any, template: str) -> list[dict[str, Any]]:
 
 
 def _content(value: Any, at: str, *, empty: bool) -> str | list[dict[str, Any]]:
-    """A content as templates want it: one text, or parts where pictures are among them."""
+    """A content as templates want it: one text, or parts where pictures or films are among them."""
     if value is None and empty:
         return ""
     if isinstance(value, str):
@@ -300,11 +300,14 @@ def _content(value: Any, at: str, *, empty: bool) -> str | list[dict[str, Any]]:
         if kind == "image_url":
             parts.append(picture_part(part.get("image_url"), f"{at}.{place}.image_url"))
             continue
+        if kind == "video_url":
+            parts.append(_film_part(part.get("video_url"), f"{at}.{place}.video_url"))
+            continue
         if kind != "text" or not isinstance(part.get("text"), str):
-            wanted = 'a part {"type": "text", "text": ...} or {"type": "image_url", ...}, others are not supported'
+            wanted = 'a part {"type": "text", "text": ...}, image_url or video_url, others are not supported'
             raise _wrong(f"{at}.{place}", wanted, part)
         parts.append({"type": "text", "text": part["text"]})
-    if any(part["type"] == "image" for part in parts):
+    if any(part["type"] != "text" for part in parts):
         return parts
     return "\n".join(part["text"] for part in parts)
 
@@ -322,6 +325,24 @@ def picture_part(value: Any, at: str) -> dict[str, Any]:
     if detail not in ("auto", "low", "high"):
         raise _wrong(f"{at}.detail", "auto, low or high", detail)
     return {"type": "image", "image": url, "detail": detail}
+
+
+def _film_part(value: Any, at: str) -> dict[str, Any]:
+    """A part with a film, whose URL holds it as a picture's does.
+
+    Args:
+      value: a URL, or an object with it; `fps` of frames, which data:video/jpeg;base64, lists with commas between them;
+        `num_frames` that are looked at, and `max_pixels` of all of them.
+    """
+    told = value if isinstance(value, dict) else {"url": value}
+    url = told.get("url")
+    if not isinstance(url, str) or not url.startswith("data:"):
+        raise _wrong(f"{at}.url", "a data URL (data:video/mp4;base64,...): nothing is fetched", url)
+    given = {name: told[name] for name in ("fps", "num_frames", "max_pixels") if told.get(name) is not None}
+    for name, one in given.items():
+        if name != "fps" and (as_integer(one) or 0) < 1:
+            raise _wrong(f"{at}.{name}", "a positive integer", one)
+    return {"type": "video", "video": url, **given}
 
 
 def _call(call: Any, at: str) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from dflash_jax.training.kinds import KINDS
 from dflash_jax.training.optimizer import half
 from dflash_jax.training.rollouts import roll_out
 from dflash_jax.training.settings import PRESETS, Settings, with_changes
-from dflash_jax.training.stages import Clock, Interrupted
+from dflash_jax.training.stages import Clock, Interrupted, kept_json
 from dflash_jax.training.target import heldout_loss, train_target
 
 UNFINISHED = 75  # the conventional exit status for "try again": the run stopped at its time limit
@@ -84,10 +84,11 @@ def check_work(settings: Settings, work: Path) -> None:
     path = work / "settings.json"
     ours = json.loads(json.dumps(dataclasses.asdict(settings)))
     if not path.exists():
+        work.mkdir(parents=True, exist_ok=True)
         with written_whole(path) as scratch:
             scratch.write_text(json.dumps(ours, indent=1))
         return
-    theirs = json.loads(path.read_text())
+    theirs = kept_json(path)
     names = sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
     if names:
         shown = ", ".join(f"{name} {theirs.get(name)!r:.60}, now {ours.get(name)!r:.60}" for name in names)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_jax.errors import PromptError
+from dflash_jax.text.prompt_files import read_utf8
 from dflash_jax.text.tokenizer import Tokenizer
 
 PROMPT_KEYS, ANSWER_KEYS = ("prompt", "question", "instruction"), ("response", "answer", "completion", "output")
@@ -53,10 +54,7 @@ def read_rows(path: Path) -> list[Row]:
     Raises:
       PromptError: the file cannot be read or is empty, or a line is of none of the forms.
     """
-    try:
-        lines = path.read_text("utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise PromptError(f"{path} cannot be read: {error}") from error
+    lines = read_utf8(path).split("\n")
     rows = [_row(f"{path}, line {number}", line) for number, line in enumerate(lines, 1) if line.strip()]
     if not rows:
         raise PromptError(f"{path} holds no line: give JSON lines with {_FORMS}")

@@ -2,7 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from dflash_jax.attention.dense import masked_attention
 from dflash_jax.models.layers import Attend, Attention, Cache, Rotary
@@ -20,23 +20,14 @@ def causal_attend() -> Attend:
     return attend
 
 
-def block_mask(anchors: Int[Array, "B A"], context: int, block: int) -> Bool[Array, "B T S"]:
-    """Which key each slot of each block sees: the context strictly before its anchor, and its own block in both directions.
-
-    T = A * block slots; S = context keys, then the slots themselves.
-    """
-    owner = jnp.repeat(jnp.arange(anchors.shape[1]), block)
-    before = jnp.arange(context)[None, None, :] < jnp.repeat(anchors, block, axis=1)[:, :, None]
-    same = jnp.broadcast_to(owner[:, None] == owner[None, :], (*before.shape[:2], owner.shape[0]))
-    return jnp.concatenate([before, same], axis=-1)
-
-
 def block_attend(
     anchors: Int[Array, "B A"], context: tuple[Float[Array, "L B C K H"], Float[Array, "L B C K H"]], block: int
 ) -> Attend:
-    """What `dense_attend(block_mask(...), context)` computes, without the scores between different blocks.
+    """Attention of draft blocks in training: a slot sees the context strictly before its block's anchor, and its own block in both
+    directions.
 
-    The layer's rows are whole sequences of blocks, or blocks: `[B, A*G, D]` or `[B*A, G, D]`.
+    Scores between different blocks are not computed. The layer's rows are whole sequences of blocks, or blocks: `[B, A*G, D]` or
+    `[B*A, G, D]`.
     """
 
     def attend(layer: Attention, qkv: Array, rotary: Rotary, cache: Cache = None) -> tuple[Array, Cache]:

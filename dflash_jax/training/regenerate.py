@@ -10,7 +10,7 @@ from dflash_jax.generation import generate
 from dflash_jax.model import load
 from dflash_jax.sampling_params import SamplingParams
 from dflash_jax.training.answers import Answer
-from dflash_jax.training.stages import Clock, Interrupted
+from dflash_jax.training.stages import Clock, Interrupted, kept_json
 
 _AT_ONCE = 256
 
@@ -54,6 +54,6 @@ def regenerated(
             with written_whole(path) as scratch:
                 scratch.write_text(json.dumps([one.token_ids for one in done]))
             clock.report(f"answers: part {number + 1} of {len(parts)}")
-        answers = json.loads(path.read_text())
+        answers = kept_json(path)
         out += [Answer((*prompt, *answer), len(prompt)) for prompt, answer in zip(part, answers, strict=True)]
     return out

@@ -12,6 +12,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from dflash_jax.checkpoints.atomic import written_whole
+from dflash_jax.errors import DFlashError, ParameterError
 from dflash_jax.training.optimizer import learning_rates
 
 _SAVE_EVERY_S = 150.0
@@ -38,8 +39,7 @@ class Clock:
     def __init__(self, work: Path, report: Callable[[str], None], stop_after: float | None = None):
         self.report_line, self.stop_after, self.started = report, stop_after, time.monotonic()
         self.path = work / "log.json"
-        work.mkdir(parents=True, exist_ok=True)
-        self.log: dict[str, Any] = json.loads(self.path.read_text()) if self.path.exists() else {}
+        self.log: dict[str, Any] = kept_json(self.path) if self.path.exists() else {}
 
     def elapsed(self) -> float:
         return time.monotonic() - self.started
@@ -55,8 +55,23 @@ class Clock:
         entry = self.log.setdefault(stage, {})
         values["seconds"] = entry.get("seconds", 0.0) + values.get("seconds", 0.0)
         entry.update(values)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         with written_whole(self.path) as scratch:
             scratch.write_text(json.dumps(self.log, indent=1))
+
+
+def kept_json(path: Path) -> Any:
+    """JSON that an earlier process of a run wrote into its work folder.
+
+    Raises:
+      ParameterError: the file was cut off or changed since.
+    """
+    try:
+        return json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise ParameterError(
+            f"{path} is not the JSON that a run keeps there ({error}): remove it, or name another work folder"
+        ) from error
 
 
 def latest(folder: Path) -> int | None:
@@ -66,9 +81,21 @@ def latest(folder: Path) -> int | None:
 
 
 def save(folder: Path, step: int, state: Any) -> None:
-    """Writes a checkpoint (Orbax renames it into place when whole) and removes older ones."""
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(folder.absolute() / str(step), state, force=True)
+    """Writes a checkpoint (Orbax renames it into place when whole) and removes older ones.
+
+    Raises:
+      DFlashError: the folder cannot be written, for example because its disk is full; older checkpoints stay.
+    """
+    try:
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(folder.absolute() / str(step), state, force=True)
+    except (OSError, ValueError) as error:  # TensorStore's errors of the disk are ValueErrors
+        for part in folder.glob(f"{step}.orbax-checkpoint-tmp*"):
+            shutil.rmtree(part, ignore_errors=True)
+        raise DFlashError(
+            f"{folder} cannot hold the checkpoint of step {step} ({str(error).rsplit(': ', 1)[-1]:.200}): make room there; "
+            "the same command goes on from the newest whole checkpoint"
+        ) from error
     for path in folder.glob("*"):
         if path.name.isdigit() and int(path.name) < step:
             shutil.rmtree(path)

@@ -11,7 +11,7 @@ from typing import Any
 
 from dflash_jax.checkpoints.atomic import written_whole
 from dflash_jax.checkpoints.opening import open_checkpoint
-from dflash_jax.errors import CheckpointError, ParameterError, PromptError, TokenizerError
+from dflash_jax.errors import CheckpointError, DFlashError, ParameterError, PromptError, TokenizerError
 from dflash_jax.generation import generate
 from dflash_jax.model import load
 from dflash_jax.models import DFlashConfig
@@ -26,7 +26,7 @@ from dflash_jax.training.fit_settings import FitSettings, drafter_config
 from dflash_jax.training.kinds import kind_keys, title
 from dflash_jax.training.optimizer import Params, half
 from dflash_jax.training.regenerate import regenerated
-from dflash_jax.training.stages import Clock, latest
+from dflash_jax.training.stages import Clock, kept_json, latest
 
 _HELD_OUT_SHARE, _MOST_HELD_OUT = 20, 32
 # What a run that goes on may have otherwise.
@@ -71,6 +71,8 @@ def train_any(task: Task, clock: Clock, advance: Callable[[int, Mapping[str, flo
     """
     if task.output.exists() and (not task.output.is_dir() or any(task.output.iterdir())):
         raise ParameterError(f"{task.output} is there already: name another output, or remove it")
+    _check_place(task.output, "--output")
+    _check_place(task.work, "--work")
     checkpoint = open_checkpoint(task.target)
     if checkpoint.family.role == "draft":
         raise CheckpointError(
@@ -112,9 +114,23 @@ def train_any(task: Task, clock: Clock, advance: Callable[[int, Mapping[str, flo
         if task.output.exists():
             task.output.rmdir()
         os.replace(scratch, task.output)
+    except OSError as error:
+        raise DFlashError(
+            f"{task.output} cannot be written ({error.strerror or error}), nothing is left of it: make room and give the same "
+            "command, which goes on from its last step"
+        ) from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return found
+
+
+def _check_place(folder: Path, option: str) -> None:
+    """Raises ParameterError where no folder can be made or written. A run of hours would find that out at its end."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise ParameterError(f"{there} is a file: name another folder with {option}")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ParameterError(f"{there} is read-only: name another folder with {option}")
 
 
 def _remember(task: Task) -> None:
@@ -123,7 +139,7 @@ def _remember(task: Task) -> None:
     ours = json.loads(json.dumps(dataclasses.asdict(task), default=str))
     ours = {name: value for name, value in ours.items() if name not in _FREE}
     if path.exists():
-        theirs = json.loads(path.read_text())
+        theirs = kept_json(path)
         ours_flat, theirs_flat = ({**one, **one["settings"]} for one in (ours, theirs))
         differ = sorted(name for name in ours_flat if name != "settings" and ours_flat[name] != theirs_flat.get(name))
         begun = latest(task.work / "drafter") is not None or any((task.work / "answers").glob("*.json"))

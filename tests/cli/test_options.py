@@ -4,6 +4,7 @@ import inspect
 from dataclasses import fields
 from typing import Any
 
+import numpy as np
 import pytest
 
 import dflash_jax as dj
@@ -87,6 +88,11 @@ def test_what_is_not_typed_keeps_its_default():
             "cache_dtype_skip_layers must list numbers of layers",
         ),
         ({"calibration": ["a"]}, 'calibration finds scales for cache_dtype "fp8" and "int8", not for None'),
+        ({"proposals": np.array([1, 2])}, r"proposals must be shared_noise, argmax or rejection, got array"),
+        ({"cache_dtype": np.array(["fp8", "fp8"])}, r"cache_dtype must be None or 'fp8' or .*, got array"),
+        ({"draft_cache_dtype": np.array([1, 2])}, r"draft_cache_dtype must be None or 'fp8' or .*, got array"),
+        ({"cache_dtype_skip_layers": np.array(0), "cache_dtype": "fp8"}, "must list numbers of layers.*, got array"),
+        ({"calibration": np.array(3), "scale_range": (9, 9, 9), "cache_dtype": "fp8"}, "got ndarray; leave it out"),
     ],
 )
 def test_what_no_model_could_take_is_refused(given, message):

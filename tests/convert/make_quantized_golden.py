@@ -2,8 +2,9 @@
 
     python tests/convert/make_quantized_golden.py AUTOGPTQ AUTOAWQ
 
-Needs torch, transformers, compressed-tensors, and the sources of AutoGPTQ and AutoAWQ. test_quantized_formats.py reads the result,
-and needs none of these. A matrix is `CASE.weight` and its tensors; `CASE.dequantized` is what the tool makes of them.
+Needs torch, transformers, compressed-tensors, bitsandbytes, nvidia-modelopt, and the sources of AutoGPTQ and AutoAWQ.
+test_quantized_formats.py reads the result, and needs none of these. A matrix is `CASE.weight` and its tensors; `CASE.dequantized`
+is what the tool makes of them.
 """
 
 import importlib
@@ -15,8 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bitsandbytes import functional as bitsandbytes
+from bitsandbytes.backends.default.ops import _dequantize_4bit_compute
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from modelopt.torch.quantization.qtensor import MXFP8QTensor, NVFP4QTensor
 from safetensors.torch import save_file
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
@@ -90,6 +94,70 @@ def compressed(form: str, dtype: torch.dtype, **weights: Any) -> tuple[dict[str,
     return {**kept, "dequantized": made}, said
 
 
+def compressed_e2m1(form: str, **weights: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Codes and scales are drawn: the tool unpacks them, and they come up in every pattern of bits."""
+    scheme = QuantizationScheme(
+        targets=["Linear"], weights=QuantizationArgs(num_bits=4, type="float", **weights), format=form
+    )
+    group = weights["group_size"]
+    kept = {"weight_packed": torch.randint(0, 256, (ROWS, COLUMNS // 2), dtype=torch.uint8)}
+    if group == 16:
+        kept["weight_scale"] = (torch.rand(ROWS, COLUMNS // group) * 400 + 1).to(torch.float8_e4m3fn)
+        kept["weight_global_scale"] = torch.tensor([2688 / 1.7])
+    else:
+        kept["weight_scale"] = torch.randint(100, 127, (ROWS, COLUMNS // group), dtype=torch.uint8)
+    made = BaseCompressor.get_value_from_registry(form).decompress(kept, scheme)["weight"]
+    said = {
+        "quant_method": "compressed-tensors", "format": form, "quantization_status": "compressed",
+        "config_groups": {"group_0": json.loads(scheme.model_dump_json())},
+    }  # fmt: skip
+    return {**kept, "dequantized": made}, said
+
+
+def nvfp4(*shape: int) -> dict[str, torch.Tensor]:
+    """With a scale of scales for each expert where there are some."""
+    weight = torch.randn(*shape) * 0.4
+    whole = weight.abs().amax((-1, -2)) / (6 * 448)
+    shaped = whole[:, None, None] if len(shape) == 3 else whole
+    packed, scales, _ = NVFP4QTensor.quantize(weight, 16, None, shaped)
+    made = packed.dequantize(torch.bfloat16, scale=scales, double_scale=shaped, block_sizes={-1: 16})
+    return {"weight": packed._quantized_data, "weight_scale": scales, "weight_scale_2": whole, "dequantized": made}
+
+
+def mxfp8() -> dict[str, torch.Tensor]:
+    packed, scales = MXFP8QTensor.quantize(torch.randn(ROWS, COLUMNS) * 0.01)
+    made = packed.dequantize(torch.bfloat16, scale=scales)
+    return {"weight": packed._quantized_data, "weight_scale": scales, "dequantized": made}
+
+
+def four_bits(
+    kind: str, dtype: torch.dtype, shape: tuple[int, int], storage: torch.dtype = torch.uint8, *, nested: bool
+) -> dict[str, torch.Tensor]:
+    """Its kernel for CPUs has rows begin blocks; where they do not, its function in torch, which GPUs agree with, counts."""
+    packed, state = bitsandbytes.quantize_4bit(
+        torch.randn(shape, dtype=dtype),
+        blocksize=64,
+        quant_type=kind,
+        compress_statistics=nested,
+        quant_storage=storage,
+    )
+    scales = state.absmax
+    if nested:
+        scales = bitsandbytes.dequantize_blockwise(state.absmax, state.state2) + state.offset
+    codes = packed.contiguous().view(torch.uint8).reshape(-1)
+    made = _dequantize_4bit_compute(codes, scales, state.code, 64, shape, dtype)
+    if shape[1] % 64 == 0:
+        assert torch.equal(made, bitsandbytes.dequantize_4bit(packed, state))
+    parts = {f"weight.{name}": one for name, one in state.as_dict(packed=True).items()}
+    return {"weight": packed, **parts, "dequantized": made}
+
+
+def eight_bits() -> dict[str, torch.Tensor]:
+    codes, scales, _ = bitsandbytes.int8_vectorwise_quant(torch.randn(ROWS, COLUMNS, dtype=torch.float16))
+    made = bitsandbytes.int8_vectorwise_dequant(codes, scales)
+    return {"weight": codes, "SCB": scales, "weight_format": torch.tensor(0, dtype=torch.uint8), "dequantized": made}
+
+
 def main() -> None:
     torch.manual_seed(0)
     torch.set_grad_enabled(False)
@@ -105,6 +173,10 @@ def main() -> None:
     )
     gemm.get_best_device = lambda: "cpu"
     said = {"bits": 4, "group_size": 32, "desc_act": False, "sym": False, "quant_method": "gptq"}
+    four = {
+        "quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True,
+        "bnb_4bit_compute_dtype": "bfloat16", "bnb_4bit_quant_storage": "uint8", "llm_int8_skip_modules": None,
+    }  # fmt: skip
     cases: dict[str, tuple[dict[str, torch.Tensor], dict[str, Any]]] = {
         "float8_blocks": (float8_blocks(), {"quant_method": "fp8", "weight_block_size": [16, 32]}),
         "gptq": (gptq(old, 4, 32), said),
@@ -126,6 +198,40 @@ def main() -> None:
             "pack-quantized", torch.bfloat16, num_bits=4, strategy="group", group_size=32, symmetric=False
         ),
         "packed_int8": compressed("pack-quantized", torch.bfloat16, num_bits=8, strategy="channel"),
+        "packed_int2": compressed("pack-quantized", torch.bfloat16, num_bits=2, strategy="group", group_size=32),
+        "int2_zeros": compressed(
+            "pack-quantized", torch.bfloat16, num_bits=2, strategy="group", group_size=32, symmetric=False
+        ),
+        "int4_static_order": compressed(
+            "pack-quantized", torch.bfloat16, num_bits=4, strategy="group", group_size=32, actorder="weight"
+        ),
+        "compressed_nvfp4": compressed_e2m1("nvfp4-pack-quantized", strategy="tensor_group", group_size=16),
+        "compressed_mxfp4": compressed_e2m1("mxfp4-pack-quantized", strategy="group", group_size=32),
+        "compressed_mxfp8": compressed(
+            "mxfp8-quantized",
+            torch.bfloat16,
+            num_bits=8,
+            type="float",
+            strategy="group",
+            group_size=32,
+            scale_dtype="torch.uint8",
+        ),
+        "gptq_int2": (gptq(old, 2, 32), said | {"bits": 2}),
+        "gptq_int3": (gptq(old, 3, 32), said | {"bits": 3}),
+        "gptq_int3_ordered": (gptq(new, 3, 32, ordered=True), said | {"bits": 3, "desc_act": True}),
+        "gptq_int8_groups": (gptq(new, 8, 32), said | {"bits": 8}),
+        "modelopt_nvfp4": (nvfp4(ROWS, COLUMNS), {"quant_method": "modelopt", "quant_algo": "NVFP4"}),
+        "modelopt_experts": (nvfp4(3, ROWS, COLUMNS), {"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4"}),
+        "modelopt_mxfp8": (mxfp8(), {"quant_method": "modelopt", "quant_algo": "MXFP8"}),
+        "nf4": (four_bits("nf4", torch.bfloat16, (ROWS, 128), nested=False), four),
+        "nf4_nested": (four_bits("nf4", torch.bfloat16, (300, 64), nested=True), four),
+        "nf4_over_rows": (four_bits("nf4", torch.bfloat16, (ROWS, COLUMNS), nested=True), four),
+        "nf4_in_bfloat16": (four_bits("nf4", torch.bfloat16, (ROWS, 128), torch.bfloat16, nested=True), four),
+        "fp4": (
+            four_bits("fp4", torch.float16, (ROWS, COLUMNS), nested=False),
+            four | {"bnb_4bit_quant_type": "fp4", "bnb_4bit_use_double_quant": False},
+        ),
+        "bitsandbytes_int8": (eight_bits(), {"quant_method": "bitsandbytes", "load_in_8bit": True}),
     }
     tensors = {f"{case}.{name}": one.contiguous() for case, (found, _) in cases.items() for name, one in found.items()}
     GOLDEN.mkdir(exist_ok=True)

@@ -316,8 +316,8 @@ def test_a_missing_shard_hides_no_other_problem(hf):
 
 
 def test_other_formats_of_modelopt_are_refused(hf):
-    folder, _ = release(hf, hf.qwen3_config, {"quant_method": "modelopt", "quant_algo": "NVFP4"}, None)
-    with pytest.raises(ConfigError, match="quant_algo='NVFP4' in quantization_config, expected one of 'FP8'"):
+    folder, _ = release(hf, hf.qwen3_config, {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, None)
+    with pytest.raises(ConfigError, match="quant_algo='W4A8_AWQ' in quantization_config, expected one of 'FP8'"):
         open_checkpoint(folder)
 
 

@@ -210,9 +210,9 @@ def test_missing_config_and_missing_weights(hf):
 @pytest.mark.parametrize(
     ("key", "value", "method"),
     [
-        ("quantization_config", {"quant_method": "bitsandbytes", "load_in_4bit": True}, "'bitsandbytes'"),
+        ("quantization_config", {"quant_method": "hqq", "quant_config": {}}, "'hqq'"),
         ("quantization_config", {"quant_method": "quark", "quant_mode": "eager_mode"}, "'quark'"),
-        ("quantization", {"group_size": 64, "bits": 4}, "'group_size': 64"),  # as MLX writes it
+        ("quantization", {"group_size": 64, "bits": 4}, "MLX's format, {'group_size': 64"),
     ],
 )
 def test_quantised_checkpoints_are_refused(hf, key, value, method):

@@ -262,9 +262,9 @@ def test_what_modelopts_own_file_may_say_beside_float8(hf: Any) -> None:
     for said in ({}, {"quant_algo": None, "kv_cache_quant_algo": None}):
         (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": said}))
         assert open_checkpoint(folder).cache_dtype is None
-    said = {"quant_algo": "NVFP4", "group_size": 16, "kv_cache_quant_algo": "FP8"}
+    said = {"quant_algo": "NVFP4_AWQ", "group_size": 16, "kv_cache_quant_algo": "FP8"}
     (folder / "hf_quant_config.json").write_text(json.dumps({"quantization": said}))
-    with pytest.raises(ConfigError, match="quant_algo='NVFP4' in quantization_config, expected one of 'FP8'"):
+    with pytest.raises(ConfigError, match="quant_algo='NVFP4_AWQ' in quantization_config, expected one of 'FP8'"):
         open_checkpoint(folder)
 
 
@@ -339,15 +339,15 @@ def test_what_is_wrong_with_a_tensor_is_named(hf, case):
     [
         (
             "int4",
-            {"format": "nvfp4-pack-quantized"},
-            "format='nvfp4-pack-quantized' in quantization_config, read are float-",
+            {"format": "marlin-24"},
+            "format='marlin-24' in quantization_config, read are float-",
         ),
         ("int4", {"config_groups": {}}, "'compressed-tensors'"),
         ("int4", {"config_groups": {"group_0": 4}}, "config_groups.group_0 must be an object"),
         ("int4", {"quantization_status": "frozen"}, "quantization_status='frozen'"),
         ("int4", {"sparsity_config": {"format": "sparse-24-bitmask"}}, "only dense weights are read"),
         ("int4", {"transform_config": {"config_groups": {"R1": {}}}}, "transform_config="),
-        ("gptq", {"bits": 3}, "bits=3 in quantization_config, expected one of 4, 8"),
+        ("gptq", {"bits": 5}, "bits=5 in quantization_config, expected one of 2, 3, 4, 8"),
         ("gptq", {"group_size": 0}, "group_size in quantization_config must be a positive integer"),
         ("gptq", {"checkpoint_format": "marlin"}, "checkpoint_format='marlin'"),
         ("gptq", {"rotation": "hadamard"}, "not known of GPTQ: rotation"),
@@ -369,7 +369,7 @@ def test_what_is_not_read_is_refused_by_name(hf, kind, changes, message):
         ({"strategy": "tensor_group"}, "strategy='tensor_group', group_size=8"),
         ({"group_size": None}, "strategy='group', group_size=None"),
         ({"strategy": "block", "block_structure": [8]}, "block_structure=.8. in quantization_config.config_groups.group_0.weights"),
-        ({"num_bits": 2}, "num_bits=2"),
+        ({"num_bits": 3}, "num_bits=3"),
         ({"type": "float"}, "float weights of 4 bits in format pack-quantized"),
         ({"dynamic": True}, "dynamic=True"),
         ({"rounding": "up"}, "not known of compressed-tensors: rounding"),

@@ -198,6 +198,8 @@ def test_scalars_of_arrays_are_numbers() -> None:
         ("temperature", np.float32("nan")), ("temperature", np.array([0.5])), ("temperature", np.True_),
         ("temperature", np.complex64(1)), ("temperature", 10**400), ("ignore_eos", np.int64(1)), ("ignore_eos", np.array([True])),
         ("stop_token_ids", np.array([0.5])), ("stop_token_ids", np.array([True])), ("top_p", np.timedelta64(1, "s")),
+        ("stop", np.array(3)), ("stop_token_ids", np.array(3)), ("allowed_token_ids", np.array(3)), ("bad_words", np.array(3)),
+        ("bad_words", [np.array(3)]),
     ],
 )  # fmt: skip
 def test_what_is_no_number_in_python_is_none_in_an_array(field: str, value: Any) -> None:

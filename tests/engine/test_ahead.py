@@ -176,7 +176,7 @@ def test_cycles_behind_are_as_many_as_keep_the_device_busy(pair, monkeypatch):
     """Where the host finds results waiting for it, calls are made longer; where it waits for most of a call, shorter again."""
     queued, few = scheduler.InFlight(pair.engine), []
     call = finished_call(pair, started=0.0, compiled=0.0, returned=0.1)
-    monkeypatch.setattr(pair.engine.programs, "compile_s", 0.0)
+    monkeypatch.setattr(pair.engine.programs, "waited_s", 0.0)
     times = itertools.count(1.0)
     monkeypatch.setattr(scheduler.time, "perf_counter", lambda: next(times))
     short = scheduler.READY_S / 2
@@ -193,7 +193,7 @@ def test_fewer_cycles_tell_nothing_of_more(pair, monkeypatch):
     """A call of one cycle behind a prompt takes the host as long as one of many, and the device less."""
     queued = scheduler.InFlight(pair.engine)
     call = finished_call(pair, started=0.0, compiled=0.0, returned=0.9)
-    monkeypatch.setattr(pair.engine.programs, "compile_s", 0.0)
+    monkeypatch.setattr(pair.engine.programs, "waited_s", 0.0)
     times = itertools.count(1.0)
     monkeypatch.setattr(scheduler.time, "perf_counter", lambda: next(times))
     monkeypatch.setattr(scheduler.jax, "default_backend", lambda: "gpu")
@@ -208,7 +208,7 @@ def test_fewer_cycles_tell_nothing_of_more(pair, monkeypatch):
 def test_short_cycles_are_several_a_call(pair, monkeypatch, busy, cycles):
     """As many as take the device as long as a prompt and they take the host; one alone where that is long."""
     queued = scheduler.InFlight(pair.engine)
-    monkeypatch.setattr(pair.engine.programs, "compile_s", 0.0)
+    monkeypatch.setattr(pair.engine.programs, "waited_s", 0.0)
     call = replace(finished_call(pair, started=0.0, compiled=0.0, returned=busy), cycles=1)
     times = itertools.count(1.0)
     monkeypatch.setattr(scheduler.time, "perf_counter", lambda: next(times))
@@ -222,7 +222,7 @@ def test_first_tokens_have_cycles_behind_them(pair, monkeypatch):
     """Two calls are in flight; behind the first tokens of prompts, and behind cycles before these, there are cycles too where these
     are long, or shorter than their call is for the host."""
     queued = scheduler.InFlight(pair.engine)
-    monkeypatch.setattr(pair.engine.programs, "compile_s", 0.0)
+    monkeypatch.setattr(pair.engine.programs, "waited_s", 0.0)
     monkeypatch.setattr(scheduler.time, "perf_counter", lambda: 1.0)
     calls = {busy: finished_call(pair, started=0.0, compiled=0.0, returned=busy) for busy in (0.1, 0.2, 0.4)}
     first = scheduler.PrefillResult([], calls[0.1].emitted, logprobs=False)
@@ -242,7 +242,7 @@ def test_first_tokens_have_cycles_behind_them(pair, monkeypatch):
 def test_calls_are_short_again_once_long_cycles_are_behind(pair, monkeypatch):
     """However late the host looks."""
     queued = scheduler.InFlight(pair.engine)
-    monkeypatch.setattr(pair.engine.programs, "compile_s", 0.0)
+    monkeypatch.setattr(pair.engine.programs, "waited_s", 0.0)
     times = itertools.count(1.0)
     monkeypatch.setattr(scheduler.time, "perf_counter", lambda: next(times))
     call = replace(finished_call(pair, started=0.0, compiled=0.0, returned=0.1), cycles=2)
@@ -273,11 +273,11 @@ def test_what_was_compiled_for_a_prompt_does_not_count(pair, make_prompts, monke
     programs, call = pair.engine.programs, pair.engine.programs.call
 
     def compiling(*args):
-        programs.compile_s += 50.0
+        programs.waited_s += 50.0
         return call(*args)
 
     pair.run(make_prompts([5]))  # compiles
-    monkeypatch.setattr(programs, "compile_s", 0.0)
+    monkeypatch.setattr(programs, "waited_s", 0.0)
     monkeypatch.setattr(programs, "call", compiling)
     first, *_ = start(pair, make_prompts([5]))
     assert -100 < first.seconds < -50
@@ -296,7 +296,7 @@ def test_calls_that_keep_the_host_busy_are_not_started_ahead(pair, monkeypatch, 
     went, before = [], pair.engine.programs.compile_s
     for busy in (0.9, 0.1):
         queued = scheduler.InFlight(pair.engine)
-        monkeypatch.setattr(pair.engine.programs, "compile_s", before + compiling)
+        monkeypatch.setattr(pair.engine.programs, "waited_s", before + compiling)
         call = finished_call(pair, started=0.0, compiled=before, returned=busy + compiling)
         monkeypatch.setattr(scheduler.time, "perf_counter", lambda: 1.0 + compiling)
         assert queued.seconds(call, waited=0.5) == pytest.approx(1.0)
@@ -309,7 +309,7 @@ def test_calls_that_keep_the_host_busy_are_not_started_ahead(pair, monkeypatch, 
 def test_the_latest_next_call(pair, monkeypatch):
     """At 0.7 of a call's guessed time, or with room for two calls of the host; unknown behind a prompt, or with a call queued."""
     queued, now = scheduler.InFlight(pair.engine), [0.0]
-    monkeypatch.setattr(pair.engine.programs, "compile_s", 0.0)
+    monkeypatch.setattr(pair.engine.programs, "waited_s", 0.0)
     monkeypatch.setattr(scheduler.time, "perf_counter", lambda: now[0])
     assert queued.latest == 0
     call = finished_call(pair, started=10.0, compiled=0.0, returned=10.1)
@@ -331,7 +331,7 @@ def test_the_latest_next_call(pair, monkeypatch):
 def test_prompts_and_cycles_between_two_looks_last_alike(pair, monkeypatch):
     """What a token of a prompt takes is known from the last ones: so many go between two calls for cycles, and these are fewer."""
     queued, now = scheduler.InFlight(pair.engine), [0.0]
-    monkeypatch.setattr(pair.engine.programs, "compile_s", 0.0)
+    monkeypatch.setattr(pair.engine.programs, "waited_s", 0.0)
     monkeypatch.setattr(scheduler.time, "perf_counter", lambda: now[0])
     assert (queued.cycles_behind(10_000, 4), queued.tokens_between(4)) == (2, sys.maxsize)
     call = finished_call(pair, started=10.0, compiled=0.0, returned=10.1)

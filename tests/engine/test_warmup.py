@@ -75,6 +75,26 @@ def test_a_program_that_cannot_be_compiled_says_so_to_everybody():
     assert programs.status(programs.key(wrong, (), (), jnp.ones(3))) == "missing"
 
 
+def test_who_comes_while_a_program_is_compiled_counts_the_rest_of_it():
+    """A request of another thread had all of it, and a first token that came before the request."""
+    programs, begun = Programs(), threading.Event()
+
+    def slow(x):
+        begun.set()
+        time.sleep(0.4)
+        return x
+
+    thread = threading.Thread(target=programs.call, args=(slow, (), (), jnp.ones(3)))
+    thread.start()
+    begun.wait()
+    time.sleep(0.2)
+    started, compiled = time.perf_counter(), programs.compile_s
+    assert compiled > 0.19
+    thread.join()
+    assert 0.1 < programs.compile_s - compiled < time.perf_counter() - started
+    assert programs.compile_s == programs.compile_s
+
+
 def test_warmup_in_threads_keeps_the_callers_precision():
     seen = []
     with jax.default_matmul_precision("bfloat16"):

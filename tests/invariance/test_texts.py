@@ -15,7 +15,6 @@ import pytest
 
 import dflash_jax as dj
 from dflash_jax.checkpoints.calibration import calibrate
-from dflash_jax.checkpoints.weights import shared_weights
 from dflash_jax.compile.programs import Programs
 from dflash_jax.engine import Engine
 from dflash_jax.engine.planning import check_exact
@@ -34,6 +33,7 @@ from ..devices import on
 from ..hybrid_pair import hybrid_config
 from ..models import test_gpt_oss
 from ..random_pair import VOCAB, Pair, draft_config, random_prompts, target_config
+from ..shared_weights import shared_weights
 
 PROMPTS = Path(__file__).parent.parent / "data" / "heldout_prompts.json"
 EXACT: Any = {"exact": True, "dtype": jnp.dtype("bfloat16"), "page_size": 32, "max_batch": 4}

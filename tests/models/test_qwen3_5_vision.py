@@ -25,7 +25,7 @@ from dflash_jax.errors import ConfigError, PromptError
 from dflash_jax.models import Patches, VisionConfig, bind, count
 from dflash_jax.models.qwen3_5_vision import vision_parameters
 from dflash_jax.text.pictures.packing import packed
-from dflash_jax.text.pictures.placed import Pictures, expanded, three_axes
+from dflash_jax.text.pictures.placed import Picture, Pictures, expanded, three_axes
 
 from .golden_files import GOLDEN, TOLERANCE, difference
 
@@ -98,8 +98,13 @@ def test_what_is_refused(changes: dict[str, Any], message: str) -> None:
 
 def test_what_is_said_beside_the_tower() -> None:
     rope = {"rope_parameters": {"mrope_section": [24, 20, 20]}}
-    config = VisionConfig.from_hf(PUBLISHED | {"image_token_id": 5, "text_config": {"vocab_size": 6} | rope})
-    assert (config.image_token_id, config.mrope_section) == (5, (24, 20, 20))
+    ids = {"image_token_id": 5, "video_token_id": 4, "vision_start_token_id": 0, "vision_end_token_id": 1}
+    config = VisionConfig.from_hf(PUBLISHED | ids | {"text_config": {"vocab_size": 6} | rope})
+    assert (config.image_token_id, config.video_token_id, config.mrope_section) == (5, 4, (24, 20, 20))
+    before = {name: value for name, value in config.to_dict().items() if name not in [*ids][1:]}
+    assert VisionConfig.from_dict(before).video_token_id is None, (
+        "of a folder that was converted before there were films"
+    )
     with pytest.raises(ConfigError, match="mrope_section must list three"):
         VisionConfig.from_hf(PUBLISHED | {"text_config": {"rope_parameters": {"mrope_section": [24, 20]}}})
     with pytest.raises(ConfigError, match="outside the vocabulary of 6"):
@@ -112,6 +117,7 @@ def test_a_tower_goes_through_a_conversion_and_back(tmp_path: Path) -> None:
     converted = open_any(ours)
     assert converted.vision is not None
     assert (ours / "preprocessor_config.json").is_file()
+    assert (ours / "video_preprocessor_config.json").is_file()
     params = tower().load("float32")
     for name, array in converted.vision.load("float32").items():
         assert jnp.array_equal(array, params[name]), name
@@ -145,8 +151,13 @@ def test_places_and_positions_are_those_of_transformers() -> None:
     grids = [tuple(grid) for grid in expected["grids"][[0, 2], 1:].tolist()]
     ids = [*expected["ids"].tolist(), *expected["further"].tolist()]
     short = [one for place, one in enumerate(ids) if one != 100 or ids[place - 1] != 100]
-    whole, starts = expanded(short, grids, 100, 2)
+    config, pictures = (
+        tower().config,
+        [Picture(np.zeros((height * width, 0)), (height, width)) for height, width in grids],
+    )
+    whole, starts, shown = expanded(short, config, pictures)
     assert whole == tuple(ids)
+    assert shown == tuple(pictures)
     positions, shift = three_axes(len(expected["ids"]), starts, grids, 2)
     assert shift == expected["delta"]
     np.testing.assert_array_equal(positions, expected["positions"].T[: len(positions)])
@@ -161,7 +172,7 @@ def test_places_and_positions_are_those_of_transformers() -> None:
         placed.fill(rows, start, stop)
         assert rows[:, 0].tolist() == [(one == 100) * (1 + (place > 20)) for place, one in enumerate(ids)][start:stop]
     with pytest.raises(PromptError, match="2 places for pictures and 1 pictures"):
-        expanded(short, grids[:1], 100, 2)
+        expanded(short, config, pictures[:1])
 
 
 def test_logits_of_a_prompt_with_pictures_are_those_of_transformers() -> None:

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from dflash_jax.attention.mla import LatentForm
-from dflash_jax.checkpoints.weights import shared_weights
 from dflash_jax.cli.info import plan
 from dflash_jax.compile.programs import Programs
 from dflash_jax.engine import Engine
@@ -24,6 +23,7 @@ from dflash_jax.sampling_params import SamplingParams
 from ..convert.conftest import Folders
 from ..convert.test_deepseek import BIASES, CONFIG
 from ..random_pair import Pair, random_params
+from ..shared_weights import shared_weights
 from .test_families import DRAFT as SOME_DRAFT
 from .test_families import OPTIONS
 from .test_families import TARGETS as SMALL

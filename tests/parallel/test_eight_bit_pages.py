@@ -10,7 +10,6 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import dflash_jax as dj
-from dflash_jax.checkpoints.weights import shared_weights
 from dflash_jax.cli.info import plan
 from dflash_jax.compile.programs import Programs
 from dflash_jax.engine import Engine
@@ -23,6 +22,7 @@ from dflash_jax.options import LoadOptions
 from dflash_jax.parallel.ranks import local_ranks
 
 from ..random_pair import Pair, random_params
+from ..shared_weights import shared_weights
 from .test_families import DRAFT, EXPERTS, SIZES
 from .test_families import OPTIONS as ALONE
 from .test_texts import GREEDY, SAMPLED, check_ranks_agree, served

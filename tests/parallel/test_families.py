@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax.checkpoints.weights import shared_weights
 from dflash_jax.compile.programs import Programs
 from dflash_jax.engine import Engine
 from dflash_jax.models import family_for
@@ -21,6 +20,7 @@ from dflash_jax.quantization.weights import quantise_shares, quantise_weights
 
 from ..hybrid_pair import hybrid_config
 from ..random_pair import Pair, draft_config, random_params
+from ..shared_weights import shared_weights
 
 SIZES: Any = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "windows": (None,) * 2}
 EXPERTS: Any = {"num_experts": 8, "experts_per_token": 3, "moe_intermediate_size": 16, "norm_routing_weights": True}

@@ -4,6 +4,7 @@ import json
 import re
 import threading
 
+import numpy as np
 import pytest
 
 import dflash_jax as dj
@@ -109,6 +110,7 @@ def test_whatever_is_wrong_with_a_table_the_host_is_asked(model, monkeypatch, ca
         ({"json": "{"}, "must be a JSON schema: "), ({"json": 3}, "which is an object, got 3"),
         ({"json": json.loads('{"items":' * 70 + "{}" + "}" * 70)}, "nested 64 deep"),
         ({"json": {"a": float("nan")}}, "must be a JSON schema: "), ({"json_object": 1}, "must be True or left out, got 1"),
+        ({"json_object": np.ones(2)}, "must be True or left out, got array"), ({"json_object": False}, "got none"),
         ({"choice": []}, "1 to 1024 texts"), ({"choice": "ab"}, "1 to 1024 texts"), ({"regex": ""}, "not empty"),
         ({"grammar": "x" * 300_000}, "may have 262144 bytes"),
     ],

@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jaxtyping import Array, Bool, Int
 
 from dflash_jax.attention.dense import dense_attend
 from dflash_jax.models import bind
-from dflash_jax.training.attention import block_mask
 from dflash_jax.training.drafter import block_hidden, gather_slots, initial_drafter, target_pass
 from dflash_jax.training.losses import decay_weights, dpace_weights, hard_terms, soft_terms
 from dflash_jax.training.settings import TINY
@@ -25,6 +25,14 @@ def pair():
     ids = jax.random.randint(jax.random.key(3), (2, 24), 1, TINY.vocab_size - 1)
     _, features = jax.jit(target_pass, static_argnums=0)(TINY, target, ids)
     return target, draft, ids, features
+
+
+def block_mask(anchors: Int[Array, "B A"], context: int, block: int) -> Bool[Array, "B T S"]:
+    """Which key each slot of each block sees, as `block_attend` has it: T = A * block slots; S = context keys, then the slots."""
+    owner = jnp.repeat(jnp.arange(anchors.shape[1]), block)
+    before = jnp.arange(context)[None, None, :] < jnp.repeat(anchors, block, axis=1)[:, :, None]
+    same = jnp.broadcast_to(owner[:, None] == owner[None, :], (*before.shape[:2], owner.shape[0]))
+    return jnp.concatenate([before, same], axis=-1)
 
 
 def test_block_mask_by_brute_force():

@@ -1,6 +1,7 @@
 """`dflash-jax train` on the target that ships, cut small: data, what is refused, resuming, and a drafter that loads."""
 
 import json
+import resource
 
 import jax
 import jax.numpy as jnp
@@ -10,13 +11,14 @@ import pytest
 import dflash_jax as dj
 from dflash_jax.checkpoints.pair import shipped_pair
 from dflash_jax.cli import main
-from dflash_jax.errors import ParameterError, PromptError
+from dflash_jax.errors import DFlashError, ParameterError, PromptError
 from dflash_jax.models import DFlashConfig, Qwen3Config, family_of
 from dflash_jax.models.dflash import dflash_parameters
 from dflash_jax.training.answers import Answer, fitting, read_rows
 from dflash_jax.training.curve import curve_svg
 from dflash_jax.training.fit import answer_anchors, answer_arrays
 from dflash_jax.training.fit_settings import FitSettings, default_taps, drafter_config
+from dflash_jax.training.stages import restore, save
 from dflash_jax.training.train_any import drafter_json
 
 TARGET = Qwen3Config(
@@ -187,6 +189,9 @@ def test_places_that_cannot_be(tmp_path, capsys):
     words = ["train", "--data", str(data), "--output"]
     assert main([*words, str(tmp_path / "out"), "--work", str(kept)]) == 2
     assert "kept is a file: name another folder with --work" in capsys.readouterr().err
+    assert main([*words, str(kept / "out"), "--work", str(tmp_path / "work")]) == 2
+    assert "kept is a file: name another folder with --output" in capsys.readouterr().err
+    assert not (tmp_path / "work").exists()
     assert main([*words, str(tmp_path / "out"), "--layers", "99999999999999999999"]) == 2
     assert "layers must be at most 1024" in capsys.readouterr().err
     with pytest.raises(SystemExit):
@@ -203,3 +208,31 @@ def test_a_run_that_never_began_binds_nobody(tmp_path, capsys):
     data.write_text("".join(json.dumps({"text": f"def f{i}(x):\n    return x + {i}\n"}) + "\n" for i in range(3)))
     assert main([*words, "--steps", "7", "--evaluation-tokens", "0"]) == 0
     assert json.loads((tmp_path / "drafter.work" / "task.json").read_text())["settings"]["steps"] == 7
+
+
+def test_files_that_cannot_be_read(tmp_path, capsys):
+    """Each is named with what to do; a byte order mark is no fault."""
+    data = tmp_path / "data.jsonl"
+    words = ["train", "--data", str(data), "--output", str(tmp_path / "drafter"), *SMALL, "--steps", "1"]
+    data.write_bytes(b"{}\xff")
+    assert main(words) == 4
+    assert "data.jsonl is not UTF-8 (its byte 2 is 0xff): save it as UTF-8" in capsys.readouterr().err
+    data.write_text("".join(json.dumps({"text": f"x = {i}\n"}) + "\n" for i in range(3)), "utf-8-sig")
+    assert len(read_rows(data)) == 3
+    (tmp_path / "drafter.work" / "task.json").write_text("{")
+    assert main(words) == 2
+    assert "task.json is not the JSON that a run keeps there" in capsys.readouterr().err
+
+
+def test_a_checkpoint_that_does_not_fit(tmp_path):
+    """A disk that is full ends a run with a sentence. What was saved before stays, and nothing of the new one does."""
+    save(tmp_path, 1, {"weight": jnp.zeros(8)})
+    _, most = limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, most))
+    try:
+        with pytest.raises(DFlashError, match=r"cannot hold the checkpoint of step 2 .*: make room there"):
+            save(tmp_path, 2, {"weight": jax.random.normal(jax.random.key(0), (100_000,))})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [path.name for path in tmp_path.iterdir()] == ["1"]
+    assert (restore(tmp_path, 1, {"weight": jnp.ones(8)})["weight"] == 0).all()

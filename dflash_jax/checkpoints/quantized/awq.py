@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from dflash_jax.checkpoints.quantized.dequantized import Decoder, bytes_from
+from dflash_jax.checkpoints.quantized.dequantized import Decoder
 from dflash_jax.checkpoints.quantized.grouped import SUFFIXES, Grouped, finder
+from dflash_jax.checkpoints.quantized.packed import whole_numbers
 from dflash_jax.checkpoints.quantized.release import Release, check_names, group_size, one_of, refuse_unknown
 from dflash_jax.checkpoints.safetensors import Tensor
 
@@ -31,7 +32,7 @@ class _Awq(Grouped):
     """A matrix packed along output channels, in the order of AWQ's kernels."""
 
     def read_codes(self, first: int, last: int) -> tuple[np.ndarray, Decoder]:
-        return self._numbers(self.codes, first, last), bytes_from(0)
+        return self._numbers(self.codes, first, last), whole_numbers(8)
 
     def read_zeros(self, first: int, last: int) -> np.ndarray:
         return self._numbers(self.zeros, first, last)

@@ -1,8 +1,11 @@
-"""`quant_method: "compressed-tensors"`, as llm-compressor writes it: float8 and int8 as they are, int4 and int8 packed.
+"""`quant_method: "compressed-tensors"`, as llm-compressor writes it: float8 and int8 as they are, int2, int4, int8 and E2M1 packed.
 
-    X.weight            float8_e4m3fn or int8 [F, D] (formats float-quantized, int-quantized, naive-quantized)
-    X.weight_packed     int32 [F, D * bits / 32] (pack-quantized): the number plus 2^(bits-1), the first in the lowest bits
-    X.weight_scale      [1] of a tensor, [F, 1] of rows, [F, D/g] of groups of g columns, [F/b, D/c] of blocks
+    X.weight            float8_e4m3fn or int8 [F, D] (formats float-quantized, int-quantized, naive-quantized, mxfp8-quantized)
+    X.weight_packed     int32 [F, D * bits / 32] (pack-quantized): the number plus 2^(bits-1), the first in the lowest bits;
+                        uint8 [F, D/2] (nvfp4-, mxfp4-pack-quantized): two numbers in E2M1, the first in the lower bits
+    X.weight_scale      [1] of a tensor, [F, 1] of rows, [F, D/g] of groups of g columns, [F/b, D/c] of blocks; of mxfp4 and mxfp8
+                        exponents, uint8, and of nvfp4 float8_e4m3fn
+    X.weight_global_scale   float32 [1] of nvfp4: what its scales are divided by
     X.weight_zero_point of each scale, where weights are not symmetric; int8, or packed along rows
     X.weight_g_idx      each column's group, of older files whose columns were ordered by activations
     X.weight_shape, X.input_scale, X.input_zero_point, X.output_scale, ...   not needed
@@ -19,15 +22,8 @@ from typing import Any
 import numpy as np
 
 from dflash_jax.checkpoints.cache_scales import is_scale
-from dflash_jax.checkpoints.quantized.dequantized import (
-    Decoder,
-    bytes_from,
-    float8,
-    pairs_from,
-    read,
-    signed_bytes,
-    unpacked,
-)
+from dflash_jax.checkpoints.quantized.dequantized import Decoder, float8, read, signed_bytes
+from dflash_jax.checkpoints.quantized.packed import E2M1, table_of, unpacked, whole_numbers
 from dflash_jax.checkpoints.quantized.release import (
     KEY,
     Found,
@@ -51,14 +47,19 @@ _OF_GROUP = ("format", "input_activations", "output_activations", "targets", "we
 _OF_WEIGHTS = (
     "actorder block_structure dynamic group_size num_bits observer observer_kwargs scale_dtype strategy symmetric type zp_dtype"
 ).split()
-_PACKED = "pack-quantized"
-_FORMATS = ("float-quantized", "int-quantized", "naive-quantized", _PACKED)
+_PACKED, _MXFP8 = "pack-quantized", "mxfp8-quantized"
+# Columns that share a scale, of formats whose numbers are in E2M1.
+_NVFP4, _MXFP4 = "nvfp4-pack-quantized", "mxfp4-pack-quantized"
+_GROUPS = {_NVFP4: 16, _MXFP4: 32}
+_FORMATS = ("float-quantized", "int-quantized", "naive-quantized", _MXFP8, _PACKED, _NVFP4, _MXFP4)
 _DTYPES = {("float", 8): "F8_E4M3", ("int", 8): "I8"}
+_E2M1 = table_of(E2M1)
 _DECODERS: Mapping[str, Decoder] = {"F8_E4M3": float8, "I8": signed_bytes}
-_UNPACKERS: Mapping[int, Decoder] = {4: pairs_from(-8), 8: bytes_from(-128)}
-_PARTS = ("scale", "zero_point", "g_idx")
+_UNPACKERS: Mapping[int, Decoder] = {bits: whole_numbers(bits, -(1 << (bits - 1))) for bits in (2, 4, 8)}
+_PARTS = ("scale", "zero_point", "g_idx", "global_scale")
 # Of a matrix, beside what its numbers are made of; but `output_scale` of keys and values, which is that of their pages.
-_BESIDE = "weight_shape input_scale input_zero_point input_global_scale output_scale output_zero_point".split()
+_OWN = "weight_shape input_scale input_zero_point input_global_scale".split()
+_BESIDE = (*_OWN, "output_scale", "output_zero_point")
 
 
 @dataclass(frozen=True)
@@ -67,12 +68,20 @@ class _Scheme:
 
     Attributes:
       bits: of a packed number; None where numbers stand for themselves, in `dtype`.
+      two_scales: whether scales have a scale of their own.
     """
 
     dtype: str
     bits: int | None
     block: Block
     symmetric: bool
+    two_scales: bool = False
+
+    @property
+    def decode(self) -> Decoder:
+        if self.bits is None:
+            return _DECODERS[self.dtype]
+        return _E2M1 if self.dtype == "U8" else _UNPACKERS[self.bits]
 
 
 def read_compressed(said: Mapping[str, Any]) -> Release:
@@ -105,7 +114,9 @@ def read_compressed(said: Mapping[str, Any]) -> Release:
         " and ".join(dict.fromkeys(kinds)),
         " and ".join(dict.fromkeys(activations)) or None,
         partial(_find, schemes),
-        dict.fromkeys((".weight_packed", ".weight_scale", ".weight_zero_point", ".weight_g_idx"), ".weight"),
+        dict.fromkeys(
+            (".weight_packed", *(f".weight_{part}" for part in _PARTS), *(f".{one}" for one in _OWN)), ".weight"
+        ),
     )
 
 
@@ -118,15 +129,20 @@ def _read_weights(said: Any, form: Any, where: str) -> tuple[_Scheme, str]:
         raise ConfigError(
             f"config.json says format={shown(form)} in {KEY}, read are {', '.join(_FORMATS)}: take another release of the model"
         )
-    kind, bits = one_of(said, "type", ("int", "float"), where), one_of(said, "num_bits", (4, 8), where)
-    packed = form == _PACKED
-    if (kind, bits) not in _DTYPES and not (packed and kind == "int"):
+    kind, bits = one_of(said, "type", ("int", "float"), where), one_of(said, "num_bits", (2, 4, 8), where)
+    packed, group = form == _PACKED, _GROUPS.get(form)
+    permitted = kind == "int" if packed else (kind, bits) == ("float", 4) if group else (kind, bits) in _DTYPES
+    if not permitted or (form == _MXFP8 and kind == "int"):
         raise ConfigError(f"config.json says {kind} weights of {bits} bits in format {form}, which is not read")
     one_of(said, "dynamic", (None, False), where)
     symmetric = one_of(said, "symmetric", (None, True, False), where) is not False
-    block, size = _read_strategy(said, where)
     if kind == "float" and not symmetric:
         raise ConfigError(f"config.json says symmetric=False of float weights in {where}, which is not read")
+    if group:
+        one_of(said, "group_size", (group,), where)
+        one_of(said, "strategy", ("tensor_group",) if form == _NVFP4 else (None, "group"), where)
+        return _Scheme("U8", bits, (1, group), symmetric, form == _NVFP4), form.removesuffix("-pack-quantized").upper()
+    block, size = _read_strategy(said, where)
     dtype = "I32" if packed else _DTYPES[kind, bits]
     return _Scheme(dtype, bits if packed else None, block, symmetric), f"{kind}{bits} {size}"
 
@@ -171,7 +187,7 @@ def _find(
         own = [one for one in schemes if codes.dtype == one.dtype]
         weight = name.removesuffix("_packed")
         module = weight.removesuffix(".weight")
-        if not own or module == weight or (weight != name) != (codes.dtype == "I32") or weight in lost:
+        if not own or module == weight or (weight != name) != (codes.dtype in ("I32", "U8")) or weight in lost:
             continue
         parts = {end: tensors[one] for end in _PARTS if (one := f"{weight}_{end}") in tensors}
         beside = [one for end in _BESIDE if (one := f"{module}.{end}") in tensors and not is_scale(one)]
@@ -189,10 +205,15 @@ def _matrix(
         return None
     wrong = list[str]()
     for scheme in schemes:
-        per_word = 32 // scheme.bits if scheme.bits else 1
+        per_word = 8 * DTYPES[codes.dtype].itemsize // scheme.bits if scheme.bits else 1
         shape = (*codes.shape[:-1], *(width * per_word for width in codes.shape[-1:]))
-        decode = _UNPACKERS[scheme.bits] if scheme.bits else _DECODERS[codes.dtype]
-        found = scaled(name, shape, codes, parts["scale"], decode, [scheme.block], wrong)
+        more: dict[str, object] = {}
+        if scheme.two_scales:
+            if "global_scale" not in parts:
+                wrong.append(f"tensor {codes.name} has no scale {name}_global_scale; fetch the tensors again")
+                continue
+            more = {"whole": parts["global_scale"], "inverse": True}
+        found = scaled(name, shape, codes, parts["scale"], scheme.decode, [scheme.block], wrong, **more)
         if found is not None:
             order, zeros = parts.get("g_idx"), _zeros(found, scheme, parts, wrong)
             if order is not None and (order.dtype not in ("I32", "I64") or order.shape != shape[-1:]):
@@ -211,7 +232,7 @@ def _zeros(
 ) -> Callable[[int, int], np.ndarray] | None:
     """What reads the zeros of rows of a matrix's scales; None where they are zero."""
     zero, (height, width) = parts.get("zero_point"), matrix.shape[-2:]
-    if scheme.dtype == "F8_E4M3" or (zero is None and scheme.symmetric):
+    if scheme.dtype in ("F8_E4M3", "U8") or (zero is None and scheme.symmetric):
         return None
     rows, groups = -(-height // matrix.block[0]), -(-width // matrix.block[1])
     bits = scheme.bits or 8

@@ -2,8 +2,9 @@
 
     number[r, c] = (code[r, c] - zero[r, index[c]]) * scale[r, index[c]]
 
-in float32. Codes and zeros are whole numbers of at most eight bits or float8, so their difference is exact, and each number is
-rounded once there and once more to the dtype that it is wanted in.
+in float32. Codes and zeros are whole numbers of at most eight bits, float8 or E2M1, so their difference is exact, and each number
+is rounded once there and once more to the dtype that it is wanted in. Where scales are products themselves, or codes stand for
+numbers of a table, there are as many roundings as in the library that writes the format.
 
 A `Matrix` knows where codes, scales and zeros of some rows stand in the files. To everybody else it is a `Dequantized`: a `Tensor`
 of float32, of which any part can be read, holding the codes of no more than `SLAB` numbers at a time.
@@ -28,9 +29,6 @@ SLAB = 8 << 20  # numbers
 _FEW, _BAND_BYTES = 16, 1 << 20
 _EXPONENTS = ("F8_E8M0", "U8")  # dtypes of scales that are bare exponents: 2 ** (byte - 127)
 _E4M3 = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
-_PAIRS = np.array(
-    [(byte & 15, byte >> 4) for byte in range(256)], np.float32
-)  # of four bits each, the lower ones first
 
 type Decoder = Callable[[np.ndarray], np.ndarray]
 type Spread = Callable[[np.ndarray], np.ndarray]
@@ -46,6 +44,7 @@ class Rows:
       scales: float32 `[n, G]`.
       spread: numbers of G groups as each column's, `[n, D]`, or `[n, 1]` where all are in one.
       zeros: float32 `[n, G]`; None for zeros.
+      factor: what all numbers are multiplied with after their scales; None for nothing.
     """
 
     codes: np.ndarray
@@ -53,6 +52,7 @@ class Rows:
     scales: np.ndarray
     spread: Spread
     zeros: np.ndarray | None = None
+    factor: np.float32 | None = None
 
     def numbers(self, first: int, last: int) -> np.ndarray:
         """Rows `first` to before `last` of these, float32 `[last - first, D]`."""
@@ -61,6 +61,8 @@ class Rows:
             numbers -= self.spread(self.zeros[first:last])
         with np.errstate(over="ignore"):  # whoever reads them looks for infinite ones
             numbers *= self.spread(self.scales[first:last])
+        if self.factor is not None:
+            numbers *= self.factor
         return numbers
 
 
@@ -145,38 +147,6 @@ def float8(codes: np.ndarray) -> np.ndarray:
 def signed_bytes(codes: np.ndarray) -> np.ndarray:
     """Whole numbers from -128 to 127, in two's complement."""
     return codes.view(np.int8).astype(np.float32)
-
-
-def bytes_from(least: int) -> Decoder:
-    """Whole numbers in a byte each, which is `least` where its bits are none."""
-
-    def decode(codes: np.ndarray) -> np.ndarray:
-        numbers = codes.astype(np.float32)
-        if least:
-            numbers += np.float32(least)
-        return numbers
-
-    return decode
-
-
-def pairs_from(least: int) -> Decoder:
-    """Whole numbers in four bits, the first of two in the lower half of a byte."""
-    table = (_PAIRS + np.float32(least)).view(np.uint64).reshape(-1)
-
-    def decode(codes: np.ndarray) -> np.ndarray:
-        return np.take(table, np.ascontiguousarray(codes), mode="clip").view(np.float32)
-
-    return decode
-
-
-def unpacked(words: np.ndarray, bits: int) -> np.ndarray:
-    """Whole numbers of four or eight bits in 32-bit words along the last axis, the first in the lowest bits, as uint8."""
-    whole = np.ascontiguousarray(words).view(np.uint8)
-    if bits == 8:
-        return whole
-    numbers = np.empty((*whole.shape[:-1], 2 * whole.shape[-1]), np.uint8)
-    numbers[..., 0::2], numbers[..., 1::2] = whole & 15, whole >> 4
-    return numbers
 
 
 def read(tensor: Tensor) -> np.ndarray:

@@ -2,13 +2,13 @@
 
     X.weight             float8_e4m3fn [F, D]
     X.weight_scale_inv   one for each block, [F/128, D/128]; what numbers are multiplied with, whatever its name says
-    X.weight_scale       one for all, of AutoFP8, vLLM and ModelOpt; of each row, of FBGEMM
+    X.weight_scale       one for all, of AutoFP8 and vLLM; of each row, of FBGEMM
     X.input_scale, X.activation_scale, X.input_scale_ub   what activations would be divided by, or their largest; not needed
 
 Experts in one tensor, `experts.gate_up_proj [E, 2F, D]`, have `experts.gate_up_proj_scale_inv`. With `scale_fmt: "ue8m0"` scales
 are powers of two, stored as such or as their exponents alone.
-`quant_method` is "fp8", "modelopt" with `quant_algo: "FP8"`, or "fbgemm_fp8". Sources: "DeepSeek-V3 Technical Report", arXiv
-2412.19437, section 3.3; transformers' FineGrainedFP8Config and FbgemmFp8Config; vLLM's Fp8Config and ModelOptFp8Config.
+`quant_method` is "fp8" or "fbgemm_fp8". Sources: "DeepSeek-V3 Technical Report", arXiv 2412.19437, section 3.3; transformers'
+FineGrainedFP8Config and FbgemmFp8Config; vLLM's Fp8Config.
 """
 
 from collections.abc import Collection, Mapping
@@ -56,16 +56,6 @@ def read_float8(said: Mapping[str, Any]) -> Release:
     if block is None:
         return _release("with a scale for each tensor", scheme or "dynamic", PER_TENSOR)
     return _release(f"in blocks of {block[0]} x {block[1]}", scheme or "dynamic", block)
-
-
-def read_modelopt(said: Mapping[str, Any]) -> Release:
-    """`read_float8` of ModelOpt's float8."""
-    one_of(said, "quant_algo", ("FP8",))  # first: other formats have keys of their own
-    refuse_unknown(
-        "modelopt", said, "config_groups exclude_modules ignore producer quant_algo quant_method version".split()
-    )
-    check_names(said, "exclude_modules", "ignore")
-    return _release("with a scale for each tensor", "static", PER_TENSOR)
 
 
 def read_fbgemm(said: Mapping[str, Any]) -> Release:

@@ -1,6 +1,6 @@
-"""`quant_method: "gptq"`: whole numbers of four or eight bits, packed along input channels.
+"""`quant_method: "gptq"`: whole numbers of two, three, four or eight bits, packed along input channels.
 
-    X.qweight  int32 [D * bits / 32, F], the first input channel in the lowest bits
+    X.qweight  int32 [D * bits / 32, F], the first input channel in the lowest bits; of three bits 32 numbers in three words
     X.qzeros   int32 [G, F * bits / 32]: the zero minus 1, or itself with `checkpoint_format: "gptq_v2"`
     X.scales   float16 [G, F]
     X.g_idx    int32 [D], each input channel's group; in order where `desc_act` is false
@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from dflash_jax.checkpoints.quantized.dequantized import Decoder, read_columns, unpacked
-from dflash_jax.checkpoints.quantized.grouped import BITS, SUFFIXES, Grouped, decoder, finder
+from dflash_jax.checkpoints.quantized.dequantized import Decoder, read_columns
+from dflash_jax.checkpoints.quantized.grouped import SUFFIXES, Grouped, finder
+from dflash_jax.checkpoints.quantized.packed import unpacked, whole_numbers
 from dflash_jax.checkpoints.quantized.release import Release, check_names, group_size, one_of, refuse_unknown
 
 # What was done to find the numbers, and what engines would do with them. `dynamic` leaves modules out: the tensors tell.
@@ -35,7 +36,7 @@ class _FirstGptq(Grouped):
 
     def read_codes(self, first: int, last: int) -> tuple[np.ndarray, Decoder]:
         words = read_columns(self.codes, first, last)
-        return np.ascontiguousarray(words.T).view(np.uint8), decoder(self.bits)
+        return np.ascontiguousarray(words.T).view(np.uint8), whole_numbers(self.bits)
 
     def read_zeros(self, first: int, last: int) -> np.ndarray:
         words, wanted = self.words(self.zeros, first, last)
@@ -53,7 +54,7 @@ class _SecondGptq(_FirstGptq):
 def read_gptq(said: Mapping[str, Any]) -> Release:
     """The release that a `quantization_config` of this method tells of. Raises ConfigError for what is not read."""
     refuse_unknown("GPTQ", said, _KNOWN)
-    bits, size = one_of(said, "bits", BITS), group_size(said)
+    bits, size = one_of(said, "bits", (2, 3, 4, 8)), group_size(said)
     one_of(said, "pack_dtype", (None, "int32"))
     one_of(said, "is_marlin_format", (None, False))
     check_names(said, "modules_to_not_convert")

@@ -11,22 +11,12 @@ from functools import partial
 
 import numpy as np
 
-from dflash_jax.checkpoints.quantized.dequantized import (
-    Decoder,
-    Matrix,
-    Rows,
-    bytes_from,
-    pairs_from,
-    read_columns,
-    read_spread,
-    scales,
-)
+from dflash_jax.checkpoints.quantized.dequantized import Decoder, Matrix, Rows, read_columns, read_spread, scales
+from dflash_jax.checkpoints.quantized.packed import unit
 from dflash_jax.checkpoints.quantized.release import Found
 from dflash_jax.checkpoints.safetensors import Tensor, chunks
 from dflash_jax.options import FLOAT_DTYPES
 
-BITS = (4, 8)
-_DECODERS: Mapping[int, Decoder] = {4: pairs_from(0), 8: bytes_from(0)}
 _SUFFIXES = (".qweight", ".qzeros", ".scales", ".g_idx")
 SUFFIXES: Mapping[str, str] = dict.fromkeys(_SUFFIXES, ".weight")
 
@@ -70,15 +60,10 @@ class Grouped(Matrix):
 
     def words(self, tensor: Tensor, first: int, last: int) -> tuple[np.ndarray, slice]:
         """The words that hold these columns of a tensor packed along them, and which of their numbers are these columns."""
-        per_word = 32 // self.bits
-        low = first // per_word
-        found = read_columns(tensor, low, -(-last // per_word))
-        return found, slice(first - low * per_word, last - low * per_word)
-
-
-def decoder(bits: int) -> Decoder:
-    """What makes numbers of codes in their first bytes' order."""
-    return _DECODERS[bits]
+        numbers, words = unit(self.bits)
+        low = first // numbers
+        found = read_columns(tensor, low * words, -(-last // numbers) * words)
+        return found, slice(first - low * numbers, last - low * numbers)
 
 
 def finder(
@@ -129,7 +114,7 @@ def _matrix(
     problems: list[str],
 ) -> Grouped | None:
     """A module's matrix; None with what is wrong with its tensors."""
-    codes, per_word = parts[".qweight"], 32 // bits
+    codes, (numbers, words) = parts[".qweight"], unit(bits)
     if missing := [module + suffix for suffix in (".qzeros", ".scales") if suffix not in parts]:
         problems.append(f"tensor {codes.name} has no {' and no '.join(missing)}; fetch the tensors again")
         return None
@@ -138,12 +123,17 @@ def _matrix(
             f"tensor {codes.name} is {codes.dtype_name} {list(codes.shape)}, expected a matrix of int32 words"
         )
         return None
+    if codes.shape[0 if packed_inputs else 1] % words:
+        problems.append(
+            f"tensor {codes.name} has shape {list(codes.shape)}, expected {numbers} numbers of {bits} bits in each {words} words"
+        )
+        return None
     inner, outer = codes.shape
-    inner, outer = (inner * per_word, outer) if packed_inputs else (inner, outer * per_word)
+    inner, outer = (inner // words * numbers, outer) if packed_inputs else (inner, outer // words * numbers)
     size = group or inner
     groups = -(-inner // size)
     expected = {
-        ".qzeros": (("int32",), (groups, -(-outer // per_word))),
+        ".qzeros": (("int32",), (groups, -(-outer // numbers) * words)),
         ".scales": (FLOAT_DTYPES, (groups, outer)),
         ".g_idx": (("int32", "int64"), (inner,)),
     }

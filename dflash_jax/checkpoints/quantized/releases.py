@@ -7,10 +7,12 @@ import numpy as np
 
 from dflash_jax.checkpoints.converted import main_dtype
 from dflash_jax.checkpoints.quantized.awq import read_awq
+from dflash_jax.checkpoints.quantized.bitsandbytes import read_bitsandbytes
 from dflash_jax.checkpoints.quantized.compressed import read_compressed
 from dflash_jax.checkpoints.quantized.dequantized import Dequantized
-from dflash_jax.checkpoints.quantized.float8 import read_fbgemm, read_float8, read_modelopt
+from dflash_jax.checkpoints.quantized.float8 import read_fbgemm, read_float8
 from dflash_jax.checkpoints.quantized.gptq import read_gptq
+from dflash_jax.checkpoints.quantized.modelopt import read_modelopt
 from dflash_jax.checkpoints.quantized.release import KEY, Release
 from dflash_jax.checkpoints.safetensors import Tensor
 from dflash_jax.options import FLOAT_DTYPES
@@ -18,11 +20,14 @@ from dflash_jax.options import FLOAT_DTYPES
 # By `quant_method`. Each reads the `quantization_config`, and raises ConfigError for what it does not read.
 FORMATS: Mapping[str, Callable[[Mapping[str, Any]], Release]] = {
     "awq": read_awq,
+    "bitsandbytes": read_bitsandbytes,
     "compressed-tensors": read_compressed,
     "fbgemm_fp8": read_fbgemm,
     "fp8": read_float8,
     "gptq": read_gptq,
     "modelopt": read_modelopt,
+    "modelopt_fp4": read_modelopt,
+    "modelopt_mixed": read_modelopt,
 }
 # What is left for `quantization.cache_scheme` of a file that also says how keys and values are kept.
 _OF_CACHE = ("kv_cache_scheme", "kv_cache_quant_algo")
@@ -44,8 +49,8 @@ def take_release(values: Mapping[str, Any]) -> tuple[dict[str, Any], Release | N
 
 
 def _without(values: Mapping[str, Any]) -> tuple[dict[str, Any], Release | None]:
-    said = values.get(KEY)
-    if not isinstance(said, Mapping) or not _of_weights(said):
+    said = _flat(values.get(KEY))
+    if not _of_weights(said):
         return dict(values), None
     # AutoFP8 says "static"; the scales themselves then say that there are some.
     cache = {key: said[key] for key in _OF_CACHE if said.get(key) not in (None, "static")}
@@ -56,12 +61,25 @@ def _without(values: Mapping[str, Any]) -> tuple[dict[str, Any], Release | None]
     return kept, FORMATS[said["quant_method"]](weights)
 
 
+def _flat(said: Any) -> Mapping[str, Any]:
+    """A `quantization_config` with its method beside all else: ModelOpt's own file has the rest in `quantization`, and older files
+    of bitsandbytes name no method."""
+    if not isinstance(said, Mapping):
+        return {}
+    method, nested = said.get("quant_method"), said.get("quantization")
+    if isinstance(method, str) and method.startswith("modelopt") and isinstance(nested, Mapping):
+        return {**{key: value for key, value in said.items() if key != "quantization"}, **nested}
+    if method is None and (said.get("load_in_4bit") or said.get("load_in_8bit")):
+        return {**said, "quant_method": "bitsandbytes"}
+    return said
+
+
 def _of_weights(said: Mapping[str, Any]) -> bool:
     """Whether a `quantization_config` of a known format is about weights, and not about keys and values alone."""
     method = said.get("quant_method")
     if not isinstance(method, str) or method not in FORMATS:
         return False
-    if method == "modelopt":
+    if method.startswith("modelopt"):
         return said.get("quant_algo") is not None
     groups = said.get("config_groups")
     if not isinstance(groups, Mapping):

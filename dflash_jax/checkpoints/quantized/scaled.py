@@ -1,5 +1,5 @@
 """Matrices with a grid of scales: one for all, for each row, or for each block of rows and columns. Blocks at the edges are cut off
-where they end."""
+where they end. Scales in float8 have a scale of their own, of a matrix, or of each expert's: NVFP4's."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +17,8 @@ from dflash_jax.checkpoints.quantized.dequantized import (
     scales,
 )
 from dflash_jax.checkpoints.safetensors import Tensor
+from dflash_jax.errors import CheckpointError
+from dflash_jax.options import FLOAT_DTYPES
 
 # Rows and columns that share a scale; None for all of an axis.
 type Block = tuple[int | None, int | None]
@@ -34,6 +36,9 @@ class Scaled(Matrix):
       block: rows and columns of a block.
       zeros: zeros of rows from one to before another of the grid, `[n, G]`; None for none.
       order: the group of each column, where a tensor has it.
+      whole: what the grid's scales are multiplied with before they are used, one or one for each expert; None for nothing.
+      inverse: whether they are divided by it instead.
+      factor: see `Rows`.
     """
 
     codes: Tensor
@@ -44,10 +49,13 @@ class Scaled(Matrix):
     block: tuple[int, int]
     zeros: Callable[[int, int], np.ndarray] | None = None
     order: Tensor | None = None
+    whole: Tensor | None = None
+    inverse: bool = False
+    factor: np.float32 | None = None
 
     @property
     def stored(self) -> tuple[Tensor, ...]:
-        return (self.codes, self.scales, *(() if self.order is None else (self.order,)))
+        return (self.codes, self.scales, *(one for one in (self.order, self.whole) if one is not None))
 
     def rows(self, first: int, last: int) -> Rows:
         wide = self.codes.shape[-1]
@@ -58,8 +66,15 @@ class Scaled(Matrix):
         place = row // self.height * -(-self.height // block_rows) + row % self.height // block_rows
         low, high = int(place[0]), int(place[-1]) + 1
         grid = scales(self.scales.part(low * groups, (high - low, groups)))[place - low]
+        if self.whole is not None:
+            whole = _positive(self.whole)
+            if whole.size > 1:
+                whole = whole[row // (prod(self.shape[:-1]) // whole.size), None]
+            with np.errstate(over="ignore"):
+                grid = grid / whole if self.inverse else grid * whole
         zeros = None if self.zeros is None else self.zeros(low, high)[place - low]
-        return Rows(codes, self.decode, grid, read_spread(self.shape[-1], block_columns, self.order), zeros)
+        spread = read_spread(self.shape[-1], block_columns, self.order)
+        return Rows(codes, self.decode, grid, spread, zeros, self.factor)
 
 
 def scaled(
@@ -75,17 +90,28 @@ def scaled(
     """The matrix `name` of `shape` with one of these blocks, as its scales' shape tells; None with a problem where none fits.
 
     Args:
-      more: further attributes of `Scaled`.
+      more: further attributes of `Scaled`; with `whole`, scales are in float8.
     """
     if len(shape) < 2 or not prod(shape):
         problems.append(f"tensor {codes.name} has shape {list(codes.shape)}, expected a matrix; fetch it again")
         return None
-    if not is_scale_dtype(scale):
+    *lead, height, width = shape
+    whole = more.get("whole")
+    if isinstance(whole, Tensor):
+        if scale.dtype != "F8_E4M3":
+            problems.append(f"tensor {scale.name} has dtype {scale.dtype_name}, expected scales in float8_e4m3fn")
+            return None
+        if whole.dtype_name not in FLOAT_DTYPES or whole.size not in (1, prod(lead)):
+            experts = f", or one for each of {prod(lead)} experts" if lead else ""
+            problems.append(
+                f"tensor {whole.name} is {whole.dtype_name} {list(whole.shape)}, expected one scale{experts} in float32"
+            )
+            return None
+    elif not is_scale_dtype(scale):
         problems.append(
             f"tensor {scale.name} has dtype {scale.dtype_name}, expected scales in float32, bfloat16 or float16"
         )
         return None
-    *lead, height, width = shape
     expected = []
     for block_rows, block_columns in blocks:
         rows, columns = block_rows or height, block_columns or width
@@ -101,6 +127,17 @@ def scaled(
         f"{list(shape)}; fetch it again"
     )
     return None
+
+
+def _positive(tensor: Tensor) -> np.ndarray:
+    """Scales of scales, float32. Raises CheckpointError for one that is not positive."""
+    values = scales(tensor).reshape(-1)
+    if not (values > 0).all():
+        raise CheckpointError(
+            str(tensor.path),
+            f"tensor {tensor.name} holds a scale that is not positive: the file is damaged, fetch it again",
+        )
+    return values
 
 
 def _trimmed(shape: tuple[int, ...]) -> tuple[int, ...]:

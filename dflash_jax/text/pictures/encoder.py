@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 from dflash_jax.attention.standalone.encoder import encoder_attention
 from dflash_jax.compile.programs import Programs
 from dflash_jax.models import Patches, VisionConfig, bind
+from dflash_jax.text.pictures.films import FilmProcessor
 from dflash_jax.text.pictures.float8 import Float8Mixing, VisionScales
 from dflash_jax.text.pictures.packing import MOST_PICTURES, buckets, packed
 from dflash_jax.text.pictures.placed import Picture
@@ -66,15 +67,17 @@ def attended(
 
 @dataclass(eq=False)
 class VisionEncoder:
-    """What a model sees pictures with. May be asked from several threads.
+    """What a model sees pictures and films with. May be asked from several threads.
 
     Attributes:
+      processor, films: what makes patches of pictures, and of films.
       weights: of the tower; their shapes until they are read.
       float8: what its attention's queries, keys and values are rounded on; None leaves them.
     """
 
     config: VisionConfig
     processor: Processor
+    films: FilmProcessor
     weights: Mapping[str, Any] = field(repr=False)
     programs: Programs = field(default_factory=Programs, repr=False)
     float8: VisionScales | None = None

@@ -3,15 +3,17 @@
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from dflash_jax.errors import PromptError
+from dflash_jax.models import VisionConfig
 
 
 @dataclass(frozen=True, eq=False)
 class Picture:
-    """A picture as a tower takes it.
+    """A picture, or a pair of frames of a film, as a tower takes it.
 
     Attributes:
       pixels: float32 `[height * width, W]`, its patches, squares of neighbours one after the other.
@@ -21,7 +23,7 @@ class Picture:
     pixels: np.ndarray
     grid: tuple[int, int]
 
-    @property
+    @cached_property
     def digest(self) -> bytes:
         """Names what it shows: two pictures of one name are the same."""
         name = hashlib.blake2b(np.array(self.grid, np.int64).tobytes(), digest_size=16)
@@ -63,28 +65,41 @@ class Pictures:
                 whole[begin - start : end - start] = rows[begin - first : end - first]
 
 
+# What stands in the place of the one token that a chat template wrote: tokens, and pictures, as many tokens as they have rows.
+type Spread = Sequence[Sequence[int] | Picture]
+
+
 def expanded(
-    ids: Sequence[int], grids: Sequence[tuple[int, int]], token: int, merge: int
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """A prompt in which each picture's one token is as many as it has rows, and where the first of each is.
+    ids: Sequence[int], config: VisionConfig, pictures: Sequence[Picture], films: Sequence[Spread] = ()
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[Picture, ...]]:
+    """A prompt with pictures and films in their places, where the first token of each picture is, and all pictures in that order.
 
     Raises:
-      PromptError: there are not as many such tokens as pictures.
+      PromptError: there are not as many tokens that stand for a picture, or a film, as there are of them.
     """
-    if (count := sum(one == token for one in ids)) != len(grids):
-        raise PromptError(
-            f"the prompt has {count} places for pictures and {len(grids)} pictures: the chat template must write one place for "
-            "each, and no text may hold the token that stands for one"
-        )
-    whole, starts, left = list[int](), list[int](), iter(grids)
+    left = {config.image_token_id: iter([[one] for one in pictures]), config.video_token_id: iter(films)}
+    for token, kind, given in (
+        (config.image_token_id, "pictures", pictures),
+        (config.video_token_id, "films", films),
+    ):
+        if (count := sum(one == token for one in ids)) != len(given):
+            raise PromptError(
+                f"the prompt has {count} places for {kind} and {len(given)} {kind}: the chat template must write one place for "
+                "each, and no text may hold the token that stands for one"
+            )
+    whole, starts, shown = list[int](), list[int](), list[Picture]()
     for one in ids:
-        if one == token:
-            height, width = next(left)
-            starts.append(len(whole))
-            whole += [token] * (height * width // merge**2)
-        else:
+        if one not in left:
             whole.append(one)
-    return tuple(whole), tuple(starts)
+            continue
+        for piece in next(left[one]):
+            if isinstance(piece, Picture):
+                starts.append(len(whole))
+                shown.append(piece)
+                whole += [one] * (len(piece.pixels) // config.merged)
+            else:
+                whole += piece
+    return tuple(whole), tuple(starts), tuple(shown)
 
 
 def three_axes(

@@ -61,30 +61,13 @@ class Processor:
           ConfigError: what it says is malformed, or is for another tower.
         """
         keys = KeyReader(PROCESSOR, _said(folder))
-        sizes = {
-            "patch_size": config.patch_size,
-            "temporal_patch_size": config.temporal_patch_size,
-            "merge_size": config.merge_size,
-        }
-        for name, size in sizes.items():
-            if (found := keys.integer(name, size)) != size:
-                raise ConfigError(
-                    f"{folder / PROCESSOR}: {name} is {found}, the vision tower's is {size}; fetch both files again"
-                )
+        common = common_settings(keys, folder / PROCESSOR, config)
         bounds = KeyReader(f"{PROCESSOR}, size", keys.get("size", {}))
         fewest = keys.integer("min_pixels", bounds.integer("shortest_edge", cls.fewest))
         most = keys.integer("max_pixels", bounds.integer("longest_edge", cls.most))
         if fewest > most:
             raise ConfigError(f"{folder / PROCESSOR}: pictures of at least {fewest} and at most {most} pixels are none")
-        for name, only in {"do_resize": True, "do_rescale": True, "do_normalize": True, "resample": 3}.items():
-            if (found := keys.get(name, only)) != only:
-                raise ConfigError(f"{folder / PROCESSOR}: {name} must be {only}, got {found!r:.40}")
-        if abs(keys.number("rescale_factor", 1 / 255) - 1 / 255) > 1e-9:
-            raise ConfigError(f"{folder / PROCESSOR}: rescale_factor must be 1/255, got {keys.get('rescale_factor')}")
-        mean, std = (
-            _channels(keys, f"image_{name}", default) for name, default in (("mean", cls.mean), ("std", cls.std))
-        )
-        return cls(**sizes, fewest=fewest, most=most, mean=mean, std=std)
+        return cls(**common, fewest=fewest, most=most)
 
     def size_of(self, height: int, width: int, most: int | None = None) -> tuple[int, int]:
         """Height and width that a picture is resized to: multiples of `factor`, so many pixels, and nearly of its shape.
@@ -119,14 +102,49 @@ class Processor:
             1 / 255
         )
         seen = (seen - np.array(self.mean, np.float32)) / np.array(self.std, np.float32)
-        p, m, t = self.patch_size, self.merge_size, self.temporal_patch_size
-        squares = seen.reshape(height // (p * m), m, p, width // (p * m), m, p, 3)
-        patches = squares.transpose(0, 3, 1, 4, 6, 2, 5).reshape(-1, 3, 1, p, p)
-        return Picture(np.repeat(patches, t, axis=2).reshape(len(patches), -1), (height // p, width // p))
+        frames = np.repeat(seen[None], self.temporal_patch_size, axis=0)
+        grid = height // self.patch_size, width // self.patch_size
+        return Picture(patches_of(frames, self.patch_size, self.merge_size), grid)
 
 
-def opened(source: Any) -> Any:
-    """An RGB image of Pillow's, upright, and not yet resized. Raises PromptError for what is none."""
+def patches_of(frames: np.ndarray, patch: int, merge: int) -> np.ndarray:
+    """float32 `[t, H, W, 3]` as patches `[patches, 3 * t * patch * patch]`, squares of `merge` x `merge` one after the other."""
+    t, height, width, channels = frames.shape
+    squares = frames.reshape(
+        t, height // (patch * merge), merge, patch, width // (patch * merge), merge, patch, channels
+    )
+    return squares.transpose(1, 4, 2, 5, 7, 0, 3, 6).reshape(-1, channels * t * patch**2)
+
+
+def common_settings(keys: KeyReader, path: Path, config: VisionConfig) -> dict[str, Any]:
+    """What a file says of pictures and films alike: sizes of patches, and each channel's mean and deviation.
+
+    Raises:
+      ConfigError: it says what is not implemented, or is for another tower.
+    """
+    sizes = {
+        "patch_size": config.patch_size,
+        "temporal_patch_size": config.temporal_patch_size,
+        "merge_size": config.merge_size,
+    }
+    for name, size in sizes.items():
+        if (found := keys.integer(name, size)) != size:
+            raise ConfigError(f"{path}: {name} is {found}, the vision tower's is {size}; fetch both files again")
+    for name, only in {"do_resize": True, "do_rescale": True, "do_normalize": True, "resample": 3}.items():
+        if (found := keys.get(name, only)) != only:
+            raise ConfigError(f"{path}: {name} must be {only}, got {found!r:.40}")
+    if abs(keys.number("rescale_factor", 1 / 255) - 1 / 255) > 1e-9:
+        raise ConfigError(f"{path}: rescale_factor must be 1/255, got {keys.get('rescale_factor')}")
+    defaults = {"mean": Processor.mean, "std": Processor.std}
+    return sizes | {name: _channels(keys, f"image_{name}", default) for name, default in defaults.items()}
+
+
+def opened(source: Any, *, white: bool = False) -> Any:
+    """An RGB image of Pillow's, upright, and not yet resized. Raises PromptError for what is none.
+
+    Args:
+      white: what is seen through is white. Without, its colours are as they are behind what hides them.
+    """
     try:
         from PIL import Image, ImageOps
     except ImportError:
@@ -134,7 +152,7 @@ def opened(source: Any) -> Any:
             "pictures are opened by Pillow, which is not installed: pip install 'dflash-jax[vision]'"
         ) from None
     if isinstance(source, str) and source.startswith("data:"):
-        source = _data_url(source)
+        source = data_of(source)
     if isinstance(source, str) and "://" in source:
         raise PromptError(f"nothing is fetched, so a picture cannot be the URL {source!r:.60}: {_WAYS}")
     try:
@@ -156,7 +174,8 @@ def opened(source: Any) -> Any:
             )
         if 0 in (image.width, image.height):
             raise PromptError("a picture without a pixel shows nothing: leave it out")
-        return ImageOps.exif_transpose(image).convert("RGB")
+        image = ImageOps.exif_transpose(image)
+        return on_white(image) if white else image.convert("RGB")
     except PromptError:
         raise
     except Exception as error:  # what a damaged file raises depends on its format
@@ -166,18 +185,29 @@ def opened(source: Any) -> Any:
         ) from error
 
 
-def _data_url(url: str) -> bytes:
+def on_white(image: Any) -> Any:
+    """An RGB image of Pillow's, with white where another is seen through."""
+    if not image.has_transparency_data:
+        return image.convert("RGB")
+    from PIL import Image
+
+    shown = image.convert("RGBA")
+    return Image.alpha_composite(Image.new("RGBA", shown.size, "white"), shown).convert("RGB")
+
+
+def data_of(url: str, kind: str = "picture", example: str = "image/png") -> bytes:
+    """What a data URL holds. Raises PromptError for what is none, or too long."""
     head, comma, content = url.partition(",")
     if not comma or not head.endswith(";base64"):
-        raise PromptError(f"a data URL of a picture must begin like data:image/png;base64, got {url!r:.40}")
+        raise PromptError(f"a data URL of a {kind} must begin like data:{example};base64, got {url!r:.40}")
     if len(content) > MOST_URL_BYTES:
         raise PromptError(
-            f"a data URL may have {MOST_URL_BYTES:,} characters, this one has {len(content):,}: make the picture smaller"
+            f"a data URL may have {MOST_URL_BYTES:,} characters, this one has {len(content):,}: make the {kind} smaller"
         )
     try:
         return base64.b64decode(content, validate=True)
     except (binascii.Error, ValueError):
-        raise PromptError("a data URL of a picture holds no base64: encode its bytes in base64") from None
+        raise PromptError(f"a data URL of a {kind} holds no base64: encode its bytes in base64") from None
 
 
 def _said(folder: Path) -> Mapping[str, Any]:
