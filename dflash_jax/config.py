@@ -463,7 +463,7 @@ def _agree(keys: KeyReader, said: list[tuple[str, Any]]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderConfig:
-    """What a Qwen3-shaped decoder stack needs: shared by the dense target and the DFlash drafter.
+    """Configuration of a Qwen3-shaped decoder stack, shared by the dense target and the DFlash drafter.
 
     Attributes:
       windows: per layer, the number of keys a query sees counting itself, or None for all.

@@ -393,7 +393,7 @@ class Writer:
         return len(tokens)
 
     def so_far(self) -> Completion:
-        """What there is of a text that nobody goes on with."""
+        """Completion of an aborted text."""
         self.text.finish(watch=False)
         return self._completion("abort", None, self.model.engine.programs.compile_s - self.compiled)
 

@@ -130,7 +130,7 @@ class Model:
 
     @cached_property
     def grammars(self) -> Grammars:
-        """What its texts may have to be; see `dflash_jax.Structured`."""
+        """Compiled grammars of structured texts; see `dflash_jax.Structured`."""
         return Grammars(self.tokenizer, self.name, self.target.vocab_size, self.eos_ids, at_once=self.engine.tp > 1)
 
     @property
@@ -314,7 +314,7 @@ def load(
 
 
 def _items(name: str, value: Any) -> list:
-    """What an argument of `Model.warmup` holds; the letters of a text are not what was meant."""
+    """Items of an argument of `Model.warmup`; a text is refused rather than read as its letters."""
     if not is_list(value):
         raise ParameterError(f"{name} must be a list, got {value!r}")
     return list(value)

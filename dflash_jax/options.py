@@ -213,7 +213,7 @@ FLAGS: dict[str, Flag] = {
 @no_type_check  # it says itself what is wrong with a value
 @dataclass(frozen=True, kw_only=True)
 class LoadOptions:
-    """What `load` takes beside the path. Scalars of numpy or JAX count as the numbers that they are.
+    """Options of `load` beside the path. Scalars of numpy or JAX count as the numbers that they are.
 
     Attributes:
       draft: a drafter's path or id. None takes the one beside the target (a `draft` folder in it) or the published one for a

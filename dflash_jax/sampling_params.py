@@ -1,4 +1,4 @@
-"""What a caller may ask of one request, with vLLM's field names."""
+"""Sampling parameters of one request, with vLLM's field names."""
 
 import difflib
 import functools
@@ -47,7 +47,7 @@ class _Form:
 @no_type_check  # it checks what it is given: what is wrong is a ParameterError, whoever else watches types
 @dataclass(frozen=True, init=False)
 class Structured:
-    """What a text has to be, by exactly one of the names that vLLM's `StructuredOutputsParams` has.
+    """Structured output: exactly one of the fields of vLLM's `StructuredOutputsParams`.
 
     It needs the extra `structured` (llguidance). Wherever a token is chosen, those that no such text could go on with are refused
     before anything else looks at the logits: what is sampled follows the law of the tokens that are left, with and without
@@ -319,7 +319,7 @@ class SamplingParams:
         return cls(**{**model.sampling_defaults, **changes})
 
     def choices(self) -> list["SamplingParams"]:
-        """Those of each of its `n` completions."""
+        """Parameters of each of its `n` completions."""
         if self.n == 1:
             return [self]
         seeds = [None if self.seed is None else (self.seed + i) % 2**64 for i in range(self.n)]

@@ -1,4 +1,4 @@
-"""What `dflash-convert` shows of its work, and the exit code where that cannot be shown."""
+"""Output of `dflash-convert`, and the exit code if it cannot be written."""
 
 import json
 import sys
@@ -13,7 +13,7 @@ UNEXPECTED = 1  # exit code
 
 
 class Console:
-    """What the command shows: text on stdout unless quiet, bars on stderr, or one JSON object on stdout at the end."""
+    """Output of the command: text on stdout unless quiet, bars on stderr, or one JSON object on stdout at the end."""
 
     def __init__(self, *, quiet: bool, as_json: bool):
         self.quiet, self.as_json = quiet, as_json

@@ -1,4 +1,4 @@
-"""What `dflash-convert` does once its arguments are read: plan, write, verify, and the way back."""
+"""A run of `dflash-convert` after its arguments are read: plan, write, verify, and the reverse."""
 
 import os
 import time
@@ -29,7 +29,7 @@ OK, SOURCE = 0, 3
 
 @dataclass(frozen=True)
 class Options:
-    """What a run is asked for: the arguments of `dflash-convert`, under their names, but for those of its output on a terminal.
+    """Options of a run: the arguments of `dflash-convert`, under their names, but for those of its output on a terminal.
 
     Raises:
       UsageError: `dtype` or `verify` is none of the choices.
@@ -200,7 +200,7 @@ def _convert(sources: Sequence[Source], options: Options, console: Console) -> N
 
 
 def _notices(source: Source, checkpoint: HuggingFaceCheckpoint, sources: Sequence[Source]) -> list[str]:
-    """What to say of one checkpoint of a run: `load` would have found a drafter beside it, its output has none."""
+    """Notices of one checkpoint of a run: `load` would have found a drafter beside it, its output has none."""
     beside = source.folder / DRAFT
     if len(sources) > 1 or not (beside / CONFIG).is_file():
         return checkpoint.notices

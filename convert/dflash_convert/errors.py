@@ -1,4 +1,4 @@
-"""What can go wrong with a conversion, beside what is wrong with its source (`dflash_jax.errors`)."""
+"""Errors of conversions beside those of their sources (`dflash_jax.errors`)."""
 
 from dflash_jax.errors import CheckpointError, DFlashError
 

@@ -65,7 +65,7 @@ def _same_scales(ours: CacheScales | None, theirs: CacheScales | None) -> bool:
 
 
 def _array_problems(step: Step, array: np.ndarray) -> list[str]:
-    """How a parameter as read back differs from its source."""
+    """Differences of a parameter as read back from its source."""
     name = step.parameter.name
     if array.dtype != jnp.dtype(step.dtype) or array.shape != step.parameter.shape:
         found = f"{array.dtype.name} {list(array.shape)}"
@@ -125,7 +125,7 @@ def verify_logits(folder: Path, source: Path, plan: Plan, dtype: str) -> float:
 
 
 def _outputs(checkpoint: Checkpoint) -> jax.Array:
-    """What the model makes of tokens and features drawn from a fixed key, float32."""
+    """The model's outputs for tokens and features drawn from a fixed key, float32."""
     config, params = checkpoint.config, checkpoint.load("float32")
     key = jax.random.key(0)
     positions = jnp.arange(_TOKENS)[None]

@@ -25,7 +25,7 @@ from dflash_jax.attention.prefill import fills
 
 
 class Members(NamedTuple):
-    """Which sequences are of which group.
+    """Assignment of sequences to groups with a shared prefix.
 
     Attributes:
       of: of each sequence its group; the number of groups where it is of none.

@@ -22,7 +22,7 @@ from dflash_jax.parallel.ranks import AXIS
 def local_lens(
     lens: Int[Array, "..."] | Int[np.ndarray, "..."], rank: int | Array, *, ranks: int, interleave: int
 ) -> Int[Array, "..."]:
-    """How many of the first `lens` tokens lie on `rank`."""
+    """The number of the first `lens` tokens that lie on `rank`."""
     turn = ranks * interleave
     rest = lens % turn
     return jnp.asarray(lens // turn * interleave + jnp.clip(rest - rank * interleave, 0, interleave))
@@ -31,7 +31,7 @@ def local_lens(
 def visible_on_rank(
     seq_lens: Int[Array, "B"], q_lens: Int[Array, "B"], t: int, rank: int | Array, *, ranks: int, interleave: int
 ) -> Int[Array, "B t"]:
-    """How many of a rank's tokens each of t query rows may see, the last `q_lens` of `seq_lens` tokens being the queries.
+    """The number of a rank's tokens that each of t query rows may see, the last `q_lens` of `seq_lens` tokens being the queries.
 
     A causal query at global position s sees the rank's share of s + 1 tokens: with several queries this is no longer the local
     length less a constant, which is why the rank's mask is made from global positions. Rows past `q_lens` see nothing.

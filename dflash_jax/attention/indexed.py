@@ -25,7 +25,7 @@ from dflash_jax.models.layers import IndexRows, Rotary
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class IndexedCache:
-    """What the layers of a sparse target keep, and tell one another.
+    """Cache of a sparse target's layers, and the indexer's choice that later layers reuse.
 
     Attributes:
       pages: latent rows and index keys.
@@ -92,5 +92,5 @@ class IndexedPages:
 
 
 def _implementation() -> str | None:
-    """What takes the steps of sparse attention; None for the best that does."""
+    """Name of the implementation of sparse attention; None for the best that takes the call."""
     return None if switches.SPARSE else "xla"

@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 
 @runtime_checkable
 class LatentLayer(Protocol):
-    """What attention needs of a layer; `scale` holds the rotary embedding's factor too."""
+    """Interface of a layer with latent attention; `scale` includes the rotary embedding's factor."""
 
     index: int
     causal: bool

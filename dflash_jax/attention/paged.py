@@ -200,7 +200,7 @@ class PagedAttend:
         return out, cache.with_layer(i, k=k_pages, v=v_pages)
 
     def _parts(self, layer: Attention) -> SharedPages | None:
-        """What the layer's sequences share, where it reads that once."""
+        """Shared prefixes of the layer's sequences, if it reads them once."""
         if self.parts is None or layer.window is not None:
             return None
         return of_layer(self.parts, layer.index)

@@ -27,7 +27,7 @@ type Mix = Callable[[DeltaNet, Array, DeltaState], tuple[Array, DeltaState, Delt
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class HybridCache:
-    """What the layers of a hybrid target keep.
+    """Cache of a hybrid target's layers.
 
     Attributes:
       pages: of layers with attention.
@@ -66,8 +66,9 @@ class HybridAttend:
 def verifying(
     paged: PagedAttend, pages: Pages, states: tuple[DeltaState, ...], live: Bool[Array, "B"]
 ) -> tuple[Any, Any]:
-    """What a target verifies with: `paged` over `pages`, and where it has states or indexers those beside. Slots that are not live
-    keep theirs.
+    """Attention and cache for verification: `paged` over `pages`, with states or indexers if the target has any.
+
+    Slots that are not live keep their states.
 
     One token alone always stands: then states are final at once, and there are no factors.
     """
@@ -89,7 +90,7 @@ def prefilling(
     starts: Int[Array, "n"],
     lengths: Int[Array, "n"],
 ) -> tuple[Any, Any]:
-    """What a target takes pieces of prompts with: as `verifying`, with the states of `slots`, which may be past the last one for
+    """Attention and cache for pieces of prompts: as `verifying`, with the states of `slots`, which may be past the last one for
     rows that nobody needs. A row goes on where the row before it ends if that is of the same slot; a prompt's first piece starts
     from zero, whatever the slot held.
     """

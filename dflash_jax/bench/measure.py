@@ -83,7 +83,7 @@ class Figures:
 
 @dataclass
 class _Trace:
-    """What one request's user saw."""
+    """Times that one request's user observed."""
 
     sent: float
     arrivals: list[tuple[float, int]] = dataclasses.field(default_factory=list)

@@ -1,4 +1,4 @@
-"""What a benchmark runs: prompts of a file or of a length, and models of published shapes with random weights."""
+"""Benchmark workloads: prompts of a file or of a length, and models of published shapes with random weights."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -95,7 +95,7 @@ class Workload:
 
     @property
     def law(self) -> dict[str, Any]:
-        """What tokens are drawn from, as `SamplingParams` takes it."""
+        """Sampling options, as `SamplingParams` takes them."""
         return {name: getattr(self, name) for name in LAW}
 
 

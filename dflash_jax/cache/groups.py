@@ -68,7 +68,7 @@ class GroupPool:
     allocator: PageAllocator
 
     def leading(self, keys: Sequence[bytes]) -> int:
-        """How many of `keys`, from the first one on, a request may begin with, as far as pages before a window are asked for."""
+        """The number of `keys`, from the first one on, that a request may begin with, if it has the pages before a window."""
         if self.group.reach is not None:
             return len(keys)
         return next((place for place, key in enumerate(keys) if not self.allocator.knows(key)), len(keys))
@@ -123,7 +123,7 @@ class PageTables:
 
 
 def join_tables(groups: Sequence[PageGroup], tables: Sequence[Any]) -> Any:
-    """What a program takes for its page table: the one of the only group, or `PageTables`."""
+    """Page-table argument of a program: the table of the only group, or `PageTables`."""
     if len(groups) == 1:
         return tables[0]
     of_layer = [

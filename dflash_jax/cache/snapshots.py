@@ -1,4 +1,4 @@
-"""Which recurrent states are kept for prompts to come: the host's account of a pool of them on the device.
+"""Snapshots of recurrent states for later prompts: the host's account of a pool of them on the device.
 
 Pages alone are no beginning of a prompt for a target with recurrent states: a state after exactly their last token has to be there
 too. A snapshot is such a state, under the key of the page that ends where it was taken.

@@ -1,4 +1,4 @@
-"""What each layer of a model keeps for a token: keys and values of some heads, or one latent row for all of them."""
+"""Cache specs of a model's layers: for each token, keys and values of some heads, or one latent row for all of them."""
 
 from dataclasses import dataclass
 

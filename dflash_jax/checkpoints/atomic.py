@@ -14,7 +14,7 @@ _INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM)
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """What is inside ends before an interrupt is heard; the first one that came is answered afterwards.
+    """Defers interrupts to the end of the block; the first one that came is answered then.
 
     For steps that are quick and belong together. Only signals that Python code answers are held back: one that ends the process at
     once still does. In other threads than the main one, which no signal interrupts, this does nothing.

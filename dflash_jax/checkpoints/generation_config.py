@@ -1,4 +1,4 @@
-"""How a model's makers sample from it: what `generation_config.json` says of temperature, filters and repetition."""
+"""Default sampling parameters of a model: temperature, filters and repetition penalty from `generation_config.json`."""
 
 from pathlib import Path
 

@@ -38,7 +38,7 @@ _OTHERS = (".gguf", ".npz", ".h5", ".msgpack", ".onnx")
 
 @dataclass
 class HuggingFaceFolder:
-    """What a folder holds.
+    """Contents of a Hugging Face model folder.
 
     Attributes:
       config: config.json, empty when it is not usable (which is then among the problems).

@@ -1,4 +1,4 @@
-"""What a user's name of a model means: a folder that is there, or one fetched from the Hugging Face hub."""
+"""Resolution of model names: an existing folder, or one downloaded from the Hugging Face hub."""
 
 import importlib.util
 import os

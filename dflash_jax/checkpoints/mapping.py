@@ -1,4 +1,4 @@
-"""What a conversion will do, as plain data: which tensors become which parameter, and everything that stands in the way.
+"""Conversion plans as plain data: the tensors of each parameter, and every problem that prevents the conversion.
 
     plan = make_plan(parameters, canonical, tensors, dtype="float16")
     plan.problems, plan.nbytes, plan.table()

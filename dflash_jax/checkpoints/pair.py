@@ -1,4 +1,4 @@
-"""Which checkpoints belong together: the pair that ships, a target's drafter, and whether a drafter fits its target."""
+"""Pairs of checkpoints: the bundled pair, a target's published drafter, and the check that a drafter fits its target."""
 
 from collections.abc import Mapping
 from importlib import resources

@@ -214,7 +214,7 @@ def reading_bytes(stored: Shapes, kept: Shapes, arriving: frozenset[str] = froze
 
 
 def reading_jobs(kept: Mapping[str, Mapping[str, Any]]) -> list[Callable[[], Any]]:
-    """What compiles the programs that `read_weights` makes weights of these shapes with.
+    """Jobs that compile the programs of `read_weights` for weights of these shapes.
 
     Beside larger programs, which are compiled while weights are read, each takes half a second or more: they are worth being there
     before the weights are.

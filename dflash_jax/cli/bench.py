@@ -145,7 +145,7 @@ def line(texts: Sequence[str]) -> str:
 
 
 def cells(figures: Figures) -> list[str]:
-    """What the table shows of a row; a dash where there was nothing to measure."""
+    """Cells of a row in the table; a dash for a figure that was not measured."""
     none = {"p50": float("nan"), "p99": float("nan")}
     values = {"first": figures.time_to_first_token_ms or none, "gap": figures.inter_token_ms or none}
     cycles = {str(length): count for length, count in figures.verify_lengths.items()}
@@ -157,7 +157,7 @@ def cells(figures: Figures) -> list[str]:
 
 
 def environment(model: Model) -> dict[str, Any]:
-    """What a figure must be read with."""
+    """Environment of the figures: versions, device and options."""
     device = jax.local_devices()[0]
     return {
         "model": model.name,

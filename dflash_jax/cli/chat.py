@@ -1,4 +1,4 @@
-"""What `dflash-jax chat` does: messages and commands from the terminal, answers as they come."""
+"""The command `dflash-jax chat`: messages and commands from the terminal, streamed answers."""
 
 import argparse
 import sys
@@ -105,7 +105,7 @@ def converse(chat: Chat, session: Session, *, stats: bool = False) -> None:
 
 
 class Commands:
-    """What is done with a line."""
+    """Handler of one line of input."""
 
     def __init__(self, chat: Chat, session: Session, *, stats: bool):
         self.chat, self.session, self.stats = chat, session, stats

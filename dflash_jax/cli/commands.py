@@ -113,7 +113,7 @@ def read_prompts(prompts: Sequence[str]) -> list[str]:
 
 
 def chat_options_of(args: argparse.Namespace) -> dict:
-    """What the chat template is told."""
+    """Options of the chat template."""
     if args.chat_option and not args.chat:
         raise UsageError("--chat-option is for the chat template: add --chat")
     return dict(args.chat_option)

@@ -1,4 +1,4 @@
-"""What `dflash-jax demo` shows: text as it comes, then what drafting spares the target, whether the text is the same, and speed."""
+"""The command `dflash-jax demo`: streamed text, saved target passes, a comparison of texts, and speed."""
 
 import itertools
 import json

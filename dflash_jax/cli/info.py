@@ -1,4 +1,4 @@
-"""What `dflash-jax info` tells: versions, the device, and the models with their sizes. No weight is loaded."""
+"""The command `dflash-jax info`: versions, the device, and the models with their sizes. No weight is loaded."""
 
 import json
 import platform
@@ -34,7 +34,7 @@ class Plan(dict[str, Any]):
 
 
 def plan(path: str | Path | None = None, *, hashes: bool = False, **options: Unpack[LoadKeywords]) -> Plan:
-    """What `load` would do with these arguments, before a weight is read: a mapping that prints as `dflash-jax info` does.
+    """Plan of `load` for these arguments, without reading a weight: a mapping that prints as `dflash-jax info` does.
 
     Args:
       path: as `load` takes it.
@@ -142,7 +142,7 @@ def collect(path: str | Path | None = None, *, hashes: bool = False, **options: 
 
 
 def _execution(engine: Engine) -> list[dict[str, Any]]:
-    """How each model runs in a cycle of one sequence, and in one of as many as there may be."""
+    """Execution plans of each model, for a cycle of one sequence and for one of `max_batch`."""
     setup, shapes = engine.setup(mode="greedy", draft=engine.draft is not None).of_rank(), engine.pool_shapes()
     weights = {role: held(table) for role, table in engine.weights.items()} if engine.tp > 1 else engine.weights
     facts: list[dict[str, Any]] = []
@@ -287,7 +287,7 @@ def lines(facts: dict[str, Any]) -> list[str]:
 
 
 def _windows(pages: dict[str, Any]) -> list[tuple[str, str]]:
-    """What layers with windows keep, where that is less than others do."""
+    """Pages of layers with windows, if they keep fewer than other layers."""
     rows = []
     for group in pages["groups"]:
         if group["window"] is not None:
@@ -310,7 +310,7 @@ def _states(memory: dict[str, Any]) -> str:
 
 
 def _measured(read: dict[str, Any] | None) -> list[tuple[str, str]]:
-    """What was read where memory was measured, beside the plan."""
+    """Measured memory beside the plan."""
     if read is None:
         return []
     rows = [("measured", f"while {read['requests']} requests of {read['tokens']} tokens were served")]
@@ -342,7 +342,7 @@ def _rounding(memory: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _plans(execution: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """How cycles run, and why not in ways that are tried before; calls that run alike stand on one line."""
+    """Runners of the cycles, with the reasons why earlier runners were refused; calls with the same plan share a line."""
     alike: dict[str, list[dict[str, Any]]] = {}
     for plan in execution:
         how = {key: plan[key] for key in ("runner", "attention", "weight_layout", "refused")}

@@ -300,7 +300,7 @@ def add_train(commands: Any) -> None:
 
 
 def _add_law(group: Any) -> None:
-    """What a token is drawn from."""
+    """Adds the options of sampling."""
     group.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
     for name, kind, default, value, about in (
         ("--top-p", float, 1.0, "P", "among the likeliest tokens that make up P (default: 1, all)"),
@@ -311,7 +311,7 @@ def _add_law(group: Any) -> None:
 
 
 def _add_adjustments(group: Any) -> None:
-    """What changes logits before a token is drawn."""
+    """Adds the options of penalties, biases and refused words."""
     for name, default, about in (
         ("--presence-penalty", 0.0, "less for tokens that the text holds (default: 0)"),
         ("--frequency-penalty", 0.0, "less for each time that the text holds a token (default: 0)"),
@@ -330,7 +330,7 @@ def _add_adjustments(group: Any) -> None:
 
 
 def _add_model(parser: argparse.ArgumentParser, name: str, *, max_batch: bool = True) -> None:
-    """What `load` takes. `name` is an option's, or an argument's that may be left out and is an option as well."""
+    """Adds the options of `load`. `name` is an option's, or an argument's that may be left out and is an option as well."""
     group = parser.add_argument_group("model")
     about = "target: a converted folder, a Hugging Face folder, or a hub id (default: the pair that ships)"
     if name.startswith("-"):

@@ -1,4 +1,4 @@
-"""What happened, in a line or two for people: speed, acceptance, and where the time went."""
+"""Summaries of a generation in a line or two: speed, acceptance, and times."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 def acceptance_histogram(lengths: Sequence[int], longest: int, *, bars: bool = True) -> str:
-    """How many cycles gained 1, 2, ... `longest` tokens, on one line: as bars of eight heights, or as counts."""
+    """Histogram of the cycles that gained 1, 2, ... `longest` tokens, on one line: as bars of eight heights, or as counts."""
     counts = Counter(lengths)
     most = max(counts.values(), default=0)
     if not bars:

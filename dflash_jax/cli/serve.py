@@ -1,4 +1,4 @@
-"""What `dflash-jax serve` does: options of the command line to those of the server."""
+"""The command `dflash-jax serve`: options of the command line to those of the server."""
 
 import argparse
 import os

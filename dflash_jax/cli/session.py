@@ -1,4 +1,4 @@
-"""What a conversation at the terminal remembers: its messages and its options, in a file where one is named."""
+"""Sessions of `dflash-jax chat`: messages and options, kept in a file if one is named."""
 
 import argparse
 import dataclasses
@@ -34,7 +34,7 @@ class Session:
 
     @classmethod
     def begun(cls, args: argparse.Namespace) -> "Session":
-        """What the command line says, and for the rest what its file has. Raises ParameterError for a file that is no session's."""
+        """Session of the command line's options, and of its file for the rest. Raises ParameterError for a file of another kind."""
         made = cls(args.session)
         if made.file is not None and made.file.exists():
             made._read(made.file)

@@ -1,4 +1,4 @@
-"""What can begin before everything is imported: the device starts and files are read while Python is busy, seconds of each."""
+"""Early start of the command line: the device starts and files are read while Python imports, seconds of each."""
 
 import threading
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What may be printed where: a model's folder and its text may say anything, and a terminal would obey some of it."""
+"""Output that is safe for a terminal: text of a model or its folder may hold control characters, which are escaped."""
 
 import json
 import sys

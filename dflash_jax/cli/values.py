@@ -1,4 +1,4 @@
-"""What values on the command line say: options of a chat template, token ids."""
+"""Parsers of values on the command line: options of a chat template, token ids."""
 
 import argparse
 import ast
@@ -21,7 +21,7 @@ def chat_option(text: str) -> tuple[str, Any]:
 
 
 def spoken_value(text: str) -> Any:
-    """What a value says in JSON or in Python: true, True, null, None, numbers, quoted texts, lists, mappings. A word is itself.
+    """The value of a text in JSON or in Python: true, True, null, None, numbers, quoted texts, lists, mappings. A word is itself.
 
     Raises:
       argparse.ArgumentTypeError: it says nothing in either, and is no word.

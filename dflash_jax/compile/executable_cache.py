@@ -276,7 +276,7 @@ def describe(value: Any) -> Any:
 
 
 def rebuild(described: Any) -> Any:
-    """What `describe` gave this for, with `jax.ShapeDtypeStruct` in place of arrays.
+    """Inverse of `describe`, with `jax.ShapeDtypeStruct` in place of arrays.
 
     Raises:
       NotDescribable: `describe` cannot have given it, or it names a dataclass that is not this package's.
@@ -336,7 +336,7 @@ def settings() -> dict[str, str]:
 
 @functools.cache
 def environment(device: Any) -> dict[str, Any]:
-    """What stays for a process: sources, versions, variables, and the machine with its driver."""
+    """The part of a key that is fixed for a process: sources, versions, variables, and the machine with its driver."""
     return {
         "sources": sources(), "versions": {name: _version(name) for name in PACKAGES}, "device": _device(device),
         "variables": {

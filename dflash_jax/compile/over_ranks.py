@@ -23,7 +23,7 @@ class Shared(Protocol):
     """A static argument that a rank has a share of."""
 
     def of_rank(self) -> Any:
-        """What a rank is told."""
+        """Arguments of a rank."""
         ...
 
 

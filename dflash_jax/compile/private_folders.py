@@ -13,7 +13,7 @@ _READ = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def foreign(found: os.stat_result, kinds: tuple[Callable[[int], bool], ...] = (stat.S_ISREG,)) -> str | None:
-    """What is wrong with an entry of a private folder: another user's, or no plain file; None for the user's own and root's."""
+    """Why an entry of a private folder is refused (another user's, or no plain file); None for the user's own and root's."""
     if not any(kind(found.st_mode) for kind in kinds):
         return "is a link" if stat.S_ISLNK(found.st_mode) else "is no plain file"
     return None if found.st_uid in (os.getuid(), ROOT) else f"belongs to user {found.st_uid}, not to you"

@@ -161,7 +161,7 @@ class Programs:
 
     @staticmethod
     def key(function: Callable, static: tuple, donate: tuple[int, ...], *args: Any) -> tuple:
-        """What `prepare` with these arguments remembers its program under."""
+        """Key under which `prepare` keeps the program of these arguments."""
         return function, static, _signature(args)
 
     def largest_workspace(self) -> int | None:

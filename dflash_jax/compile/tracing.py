@@ -1,4 +1,4 @@
-"""Who may run Python while programs are traced: tracing keeps it busy for seconds, and several threads want it."""
+"""The order of threads that trace programs: tracing holds Python's lock for seconds, and several threads need it."""
 
 import gc
 import sys

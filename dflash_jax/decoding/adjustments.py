@@ -140,8 +140,8 @@ def _known(logits: Float[Array, "B T V"], adjust: Adjustments) -> Float[Array, "
 def _own(
     logits: Float[Array, "B T V"], ids: Int[Array, "B T"], adjust: Adjustments
 ) -> tuple[Float[Array, "B T g"], Int[Array, "B T g"]]:
-    """What is left in each row of the logits of the block's own proposals, and which those are; V where a proposal stands not
-    before the row."""
+    """Adjusted logits of the block's own proposals in each row, and their ids; V for a proposal that does not stand before the
+    row."""
     (rows, columns), drafted, places = _places(logits), ids[:, 1:], ids.shape[1]
     behind = jnp.arange(1, places) <= columns  # whether row j follows proposal i
     same = drafted[:, :, None] == drafted[:, None, :]

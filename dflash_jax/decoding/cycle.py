@@ -1,4 +1,4 @@
-"""The speculative cycle on one screen: write the context, draft a block, verify it, accept a prefix, commit.
+"""The speculative cycle (`cycle`): write the context, draft a block, verify it, accept a prefix, commit.
 
 Source: arXiv 2602.06036, section 4. Plain decoding is the same code without a drafter: a block of the pending token alone.
 """
@@ -39,8 +39,8 @@ from dflash_jax.sampling_params import MAX_LOGPROBS
 
 
 class Workspaces(NamedTuple):
-    """What kernels of a model's layers hand results over through, where it outlives a cycle; `pairs`: through which ranks tell one
-    another their best rows of a head."""
+    """Device memory through which a model's kernels pass results and which outlives a cycle; `pairs`: the exchange of ranks' best
+    rows of a head."""
 
     target: Any = None
     draft: Any = None
@@ -85,7 +85,7 @@ def cycle(
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Block:
-    """What is verified: the pending tokens and what was proposed after them.
+    """The block to verify: the pending tokens and the proposals after them.
 
     Attributes:
       logits, law: what proposals were drawn from, where rejection judges them by it.
@@ -104,7 +104,7 @@ class Block:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Rows:
-    """What the target made of a block: hidden states, tapped features, and factors of its gated delta nets' states."""
+    """The target's results for a block: hidden states, tapped features, and factors of its gated delta nets' states."""
 
     hidden: Float[Array, "... D"]
     features: Float[Array, "B T nD"]
@@ -370,7 +370,7 @@ def shared_rows(
 
 
 def cycle_plans(setup: Setup, weights: Any, page_table: Any, state: Any) -> Plans:
-    """How a cycle of these arguments runs, which may be shapes."""
+    """Execution plans of a cycle of these arguments, which may be shapes."""
     return setup.plans(weights, state.done.shape[0], table_width(page_table), (state.target_pages, state.draft_pages))
 
 

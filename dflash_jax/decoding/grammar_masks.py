@@ -103,7 +103,7 @@ class Follower:
             self._known += 1
 
     def mask_row(self, row: int, proposed: list[int]) -> tuple[Any, int, list[int]]:
-        """What llguidance asks for to fill the masks from `row` on."""
+        """Arguments with which llguidance fills the masks from `row` on."""
         return self._matcher, row, proposed
 
 

@@ -25,7 +25,7 @@ SHELF_STATES, SHELF_GRAMMARS = 8192, 32
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class GrammarTables:
-    """Those of several grammars.
+    """Token automata of several grammars, one below the other.
 
     Attributes:
       next: as of `TokenAutomaton`, of all states.
@@ -53,7 +53,7 @@ def block_states(tables: GrammarTables, states: Int[Array, "B"], ids: Int[Array,
 
 
 def table_masks(tables: GrammarTables, states: Int[Array, "B T"]) -> UInt32[Array, "B T W"]:
-    """What may come in these states, as `grammar_masks.masked` takes it. All of a slot are of one grammar, or `FREE`."""
+    """Masks of the tokens allowed in these states, for `grammar_masks.masked`. All of a slot are of one grammar, or `FREE`."""
     allowed = tables.next.at[states].get(mode="promise_in_bounds") >= 0
     # A row that is free allows every class, whatever the grammar that its columns are of.
     rows = tables.rows.at[states[:, 0]].get(mode="promise_in_bounds")

@@ -20,7 +20,7 @@ from dflash_jax.sampling_params import MAX_LOGPROBS
 def loop_options(
     setup: Setup, max_cycles: int, weights: Any, page_table: Any, state: Any, *rest: Any
 ) -> dict[str, Any]:
-    """What XLA is told about `loop` of these arguments on a GPU, which may be shapes: the options of its target's plan."""
+    """XLA options of `loop` for these arguments on a GPU, which may be shapes: those of its target's plan."""
     plans = cycle_plans(setup, weights, page_table, state)
     graph = () if in_one_graph(setup, plans) else ONE_GRAPH
     return {name: value for name, value in plans.target.xla_options if name not in graph}
@@ -111,7 +111,7 @@ def widened(setup: Setup, state: DecodeState) -> DecodeState:
 
 
 def no_rows(setup: Setup, cycles: int, slots: int) -> Emitted:
-    """What cycles that did not run gave out."""
+    """The `Emitted` of cycles that did not run."""
     rows, top = (cycles, slots, setup.width), min(MAX_LOGPROBS, setup.target.vocab_size) if setup.logprobs else 0
     return Emitted(
         tokens=jnp.zeros(rows, jnp.int32),

@@ -30,7 +30,7 @@ SCORED_AT_ONCE = 128
 
 
 class Caches(NamedTuple):
-    """What pieces of prompts are written to: pages of the target and the drafter, and states of slots where the target has such."""
+    """Caches that prefill writes: pages of the target and the drafter, and states of slots where the target has such."""
 
     target: Pages
     draft: Pages
@@ -38,7 +38,7 @@ class Caches(NamedTuple):
 
 
 class Pictured(NamedTuple):
-    """What pieces of prompts with pictures are told beside their tokens.
+    """Inputs of prompts with pictures beside their tokens.
 
     Attributes:
       positions: what each token turns by, in time, by row and by column.
@@ -52,7 +52,7 @@ class Pictured(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """What a target thinks of tokens of prompts, from its unfiltered logits; see `Emitted`."""
+    """Log-probabilities of prompt tokens from the target's unfiltered logits; see `Emitted`."""
 
     logprobs: Float[Array, "n T"]
     top_ids: Int[Array, "n T k"]

@@ -35,7 +35,7 @@ Proposals = Literal["shared_noise", "argmax", "rejection"]
 
 
 class Plans(NamedTuple):
-    """How the models of one cycle run: the target's pass over the verified tokens, the drafter's block, and its context."""
+    """Execution plans of one cycle: the target's pass over the verified tokens, the drafter's block, and its context."""
 
     target: ExecutionPlan
     draft: ExecutionPlan | None = None
@@ -44,7 +44,7 @@ class Plans(NamedTuple):
 
 @dataclass(frozen=True)
 class Setup:
-    """What a program is compiled for. Every change of a field, of B or of the page table's width compiles again.
+    """Static configuration of a compiled program. Every change of a field, of B or of the page table's width compiles again.
 
     Attributes:
       target, draft: configurations; draft None is plain decoding.
@@ -287,7 +287,7 @@ def together(numbers: Int[Array, "B 6"], rest: DecodeState) -> DecodeState:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Emitted:
-    """What cycles gave out; with a leading axis of cycles after a loop.
+    """Outputs of cycles; with a leading axis of cycles after a loop.
 
     Attributes:
       tokens: emitted tokens, valid up to `counts`.

@@ -54,7 +54,7 @@ class TokenAutomaton:
         return (self.next[state] >= 0)[self.classes]
 
     def all_words(self) -> np.ndarray:
-        """What may come in every state, as `grammar_masks.masked` takes it: `[S, V / 32]` uint32."""
+        """Masks of the tokens allowed in every state, as `grammar_masks.masked` takes them: `[S, V / 32]` uint32."""
         bytes_of = np.zeros((self.states, -(-len(self.classes) // BITS) * BITS // 8), np.uint8)
         allowed, classes = self.next >= 0, self.classes.astype(np.intp)
         for state, row in enumerate(allowed):

@@ -25,7 +25,7 @@ def acceptance_by_position(cycles: Mapping[tuple[int, int], int]) -> tuple[float
 
 
 class DraftRecord:
-    """What became of the drafts of all requests of `generate` and `stream`, from whichever thread they come."""
+    """Acceptance of the drafts of all requests of `generate` and `stream`, from all threads."""
 
     def __init__(self):
         self._lock = threading.Lock()
@@ -58,7 +58,7 @@ class DraftRecord:
 
 
 def low_acceptance(mean: float) -> str:
-    """What to say to somebody whose drafter gains so few tokens a cycle."""
+    """Warning for a drafter that gains so few tokens a cycle."""
     return (
         f"the drafter's tokens are hardly ever accepted: {mean:.2f} tokens a cycle over the last {RECENT_CYCLES}, and 1 is what "
         "the target gains alone. Texts are right all the same, draft=False is quicker. Likely causes: the chat template lets the "

@@ -37,7 +37,7 @@ class Sharers(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerCost:
-    """What a layer's attention reads and multiplies.
+    """Bytes and operations of a layer's attention.
 
     Attributes:
       token: bytes of one token's keys and values.
@@ -179,7 +179,7 @@ def _traced(begun: np.ndarray, groups: int, order: np.ndarray, alike: np.ndarray
 def shared_argument(
     groups: Sequence[tuple[np.ndarray, int]], slots: np.ndarray, size: int
 ) -> Int[np.ndarray, "*groups B"]:
-    """What `decoding.cycle.cycle` takes as `shared`, of so many slots: `slots` are those of the rows that groups name."""
+    """The argument `shared` of `decoding.cycle.cycle` for so many slots: `slots` are those of the rows that groups name."""
     told = np.zeros((1 if len(groups) == 1 else GROUPS, size), np.int32)
     for row, (members, pages) in zip(told, groups, strict=False):
         row[slots[members]] = pages

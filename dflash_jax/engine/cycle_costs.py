@@ -1,4 +1,4 @@
-"""What a cycle costs: milliseconds by slots and verified tokens, before it is run.
+"""Cost model of a cycle: milliseconds by slots and verified tokens.
 
 Two parts. A model of bytes and arithmetic says how cost grows for any shape: weights are read once however many rows there are,
 until the rows' products take longer than the reading. A table measured on one GPU (`cycle_costs.json`, written by
@@ -152,7 +152,7 @@ def cycle_cost(
 
 
 def bare_cost(target: DecoderConfig, draft: DFlashConfig, weights: Mapping[str, Mapping[str, Any]]) -> CycleCost:
-    """What bytes and products say alone."""
+    """Cost from bytes and products alone."""
     dtype = jax.tree.leaves(weights["target"])[0].dtype
     shares = {"target": _expert_share(target), "draft": 0.0}
     tables = () if draft.head is None else head_tables(draft.head)
@@ -181,7 +181,7 @@ def _products(weight: Any) -> float:
 
 
 def _stack(config: DecoderConfig, weights: Mapping[str, Any], share: float, dtype: jnp.dtype) -> Stack:
-    """What the layers of a model read: every matrix but the embedding and the head."""
+    """Bytes that a model's layers read: every matrix but the embedding and the head."""
     dense = experts = products = 0.0
     for name, weight in weights.items():
         if name.startswith(("embed.", "lm_head.")) or name in (SHARED_HEAD, HEAD_INDEX):

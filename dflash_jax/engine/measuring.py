@@ -40,7 +40,7 @@ class MemoryReading:
 
     @property
     def planned_peak(self) -> int:
-        """What the plan's parts come to."""
+        """Sum of the plan's parts."""
         return self.plan.weights + self.plan.workspace + self.plan.states + self.plan.snapshots + self.plan.pools
 
     def facts(self) -> dict[str, Any]:

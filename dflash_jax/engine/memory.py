@@ -36,7 +36,7 @@ _LOGITS = 6
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """How a device's memory is used, in bytes.
+    """Plan of a device's memory, in bytes.
 
     Attributes:
       free: what may be used in all.
@@ -148,7 +148,7 @@ def gathered_bytes(config: DecoderConfig, sequences: int, tokens: int, dtype: jn
 
 
 def delta_bytes(target: DecoderConfig, rows: int, dtype: jnp.dtype) -> int:
-    """What the gated delta nets of a model hold of `rows` tokens: the factors of all layers, and of one layer in work the
+    """Memory of a model's gated delta nets for `rows` tokens: the factors of all layers, and of one layer in work the
     projection, queries, keys, values and results in float32."""
     shape, layers = delta_layers(target)
     if shape is None:
@@ -161,7 +161,7 @@ def delta_bytes(target: DecoderConfig, rows: int, dtype: jnp.dtype) -> int:
 
 
 def experts_bytes(target: DecoderConfig, rows: int, dtype: jnp.dtype) -> int:
-    """What `rows` tokens hold at a time on their way through every expert: both gates' rows, their product, and the output."""
+    """Memory of `rows` tokens on their way through every expert: both gates' rows, their product, and the output."""
     experts = layer_traits(target).experts
     if experts is None:
         return 0
@@ -178,7 +178,7 @@ def context_bytes(target: DecoderConfig, tokens: int, dtype: jnp.dtype) -> int:
 
 
 def chosen_bytes(target: DecoderConfig, rows: int, tokens: int) -> int:
-    """What `rows` tokens hold at a time whose keys an indexer chooses: scores of all keys with what counts them, and what is in
+    """Memory of `rows` tokens whose keys an indexer chooses: scores of all keys with what counts them, and what is in
     work of some pages and some tokens."""
     if tokens <= getattr(target, "index_topk", tokens):
         return 0

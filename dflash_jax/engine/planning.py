@@ -1,4 +1,4 @@
-"""What the options of `load` come to for a pair of checkpoints: an engine without weights, and a plan of the device's memory."""
+"""From `load`'s options and a pair of checkpoints to an engine without weights and a plan of the device's memory."""
 
 from dataclasses import replace
 from functools import partial
@@ -166,7 +166,7 @@ def plan_for(
     *,
     tower: tuple[int, int] | None = None,
 ) -> MemoryPlan:
-    """What the weights of `engine`, which may be shapes, its pages and its snapshots of states take of the device's free memory.
+    """Memory plan of the device: the weights of `engine`, which may be shapes, its pages and its snapshots of states.
 
     Args:
       reading: see `MemoryPlan`.

@@ -52,7 +52,7 @@ class Request:
 
     @property
     def marks(self) -> tuple[tuple[int, bytes], ...]:
-        """What tells its pages from those of other pictures; see `cache.prefix.extend_keys`."""
+        """Hashes of its pictures, which are a part of its pages' keys; see `cache.prefix.extend_keys`."""
         return () if self.pictures is None else self.pictures.marks
 
     @property
@@ -87,7 +87,7 @@ class Request:
 
 
 class Needs(NamedTuple):
-    """What requests that run together ask of their programs. A program that offers more serves them too.
+    """Program features that requests of one batch need. A program that offers more serves them too.
 
     Attributes:
       mode: the simplest that serves all of them.
@@ -103,7 +103,7 @@ class Needs(NamedTuple):
 
     @classmethod
     def of(cls, each: Iterable["Needs"]) -> "Needs":
-        """Those of all together."""
+        """Needs that cover all of these."""
         mode, logprobs, stop_width, sampling = cls()
         for one in each:
             mode = one.mode if MODES.index(one.mode) > MODES.index(mode) else mode
@@ -197,7 +197,7 @@ class Update:
         return update
 
     def behind(self, given: int) -> "Update | None":
-        """What of it comes after the first `given` tokens of the request, None where nothing does: those were given out before."""
+        """The part of it after the first `given` tokens of the request, which were given out before; None if there is none."""
         skipped = given - self.start
         if skipped <= 0:
             return self
@@ -285,7 +285,7 @@ def request_arrays(requests: list[Request | None], stop_width: int) -> RequestAr
 def adjustments(
     requests: Sequence[tuple[Request, Sequence[int]] | None], vocab: int, grammars: Sequence[int] | None = None
 ) -> Adjustments:
-    """What changes the logits of slots, on the host; an empty slot changes nothing.
+    """Logits processors of the slots, on the host; an empty slot changes nothing.
 
     Args:
       requests: as of `request_rows`.

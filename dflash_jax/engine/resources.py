@@ -54,7 +54,7 @@ LEAST_TOKENS = 256
 
 
 class Company(NamedTuple):
-    """What requests have in common that run side by side.
+    """Properties that all requests of a batch share.
 
     Attributes:
       draft: whether programs hold the drafter.
@@ -183,7 +183,7 @@ class Resources:
         return 1 if self.programs.ranks is None else self.programs.ranks.count
 
     def _page_groups(self) -> tuple[PageGroup, ...]:
-        """How layers share page tables."""
+        """Groups of layers that share page tables."""
         slides = self.slides and self.dealt == 1
         target, draft = (
             [] if config is None else [spec.window if slides else None for spec in layer_specs(config)]
@@ -380,7 +380,7 @@ class Resources:
 
     @property
     def draft_temperature(self) -> float:
-        """What divides a drafter's logits before noise is added.
+        """Temperature of a drafter's logits before noise is added.
 
         Slots of a block are predicted side by side, each for an average over what the slots before it may hold. Sharpened a little,
         such an average names the target's choice more often (measured in the card of `tests/data/dflash`: x 1.3 is best). A head
@@ -390,7 +390,7 @@ class Resources:
         return 0.75 if self.draft is None or self.draft.head is None else 1.0
 
     def setup(self, *, mode: Mode, draft: bool, logprobs: bool = False, sampling: bool = True) -> Setup:
-        """What the programs for such requests are compiled for; `sampling` matters to modes that are greedy without."""
+        """Setup of the programs for such requests; `sampling` matters to modes that are greedy without it."""
         if self.exact:
             # Who drafts is told to each call, and all who sample do so by the form that filters.
             draft, sampling, mode = True, True, "full" if mode == "sampled" else mode
@@ -405,7 +405,7 @@ class Resources:
         )  # fmt: skip
 
     def company(self, draft: bool, needs: Needs) -> Company:
-        """Which requests run side by side: those of one company."""
+        """Company of a request: only requests of one company share a batch."""
         if not self.exact:
             return Company(draft)
         mode: Mode = "full" if needs.mode == "sampled" else needs.mode
@@ -430,7 +430,7 @@ class Resources:
         return self._lengths
 
     def _cycle_cost(self, draft: DFlashConfig) -> CycleCost:
-        """What cycles cost each of the devices that share the models."""
+        """Cost model of cycles on each device that shares the models."""
         if self.tp == 1:
             return cycle_cost(self.target, draft, self.weights, self.draft_window)
         own = {role: held(table) for role, table in self.weights.items()}
@@ -513,7 +513,7 @@ class Resources:
 
     @property
     def makers(self) -> dict[str, Callable[[], Any]]:
-        """What makes arrays that ranks share, by the names of `Programs.made`."""
+        """Functions that make arrays shared by ranks, by the names of `Programs.made`."""
         return {"pools": self._make_pools, "states": self._make_states}
 
     def _zeroed_pools(self) -> tuple[Pages, Pages]:

@@ -216,7 +216,7 @@ class InFlight:
         self.items.append(item)
 
     def take(self) -> PrefillResult | DecodeCall:
-        """What was started first and is looked at now."""
+        """Removes and returns the item that was started first."""
         item = self.items.popleft()
         for job, due, coming in item.gains():
             job.due -= due
@@ -323,7 +323,7 @@ class Batch:
         return self.setup_for(self.needs)
 
     def setup_for(self, needs: Needs) -> Setup:
-        """What programs for such needs are compiled for."""
+        """Setup of the programs for such needs."""
         if needs not in self._setups:
             self._setups[needs] = self.core.setup(
                 mode=needs.mode, draft=self.draft, logprobs=needs.logprobs, sampling=needs.sampling
@@ -343,7 +343,7 @@ class Batch:
 
     @property
     def verified(self) -> Length:
-        """What cycles verify at present."""
+        """Verified length of the current cycles."""
         return self.core.verify_policy.current if self.draft else Length(1)
 
     @property
@@ -428,7 +428,7 @@ class Batch:
         return {row: job for job, row in ends.items() if job.filled == job.length}, logits
 
     def _pictured(self, pieces: Sequence[tuple[Job, int]], rows: int, size: int) -> tuple[Pictured, ...]:
-        """What a call for these pieces is told of pictures; () where none of their prompts has any, which is another program."""
+        """Picture arguments of a call for these pieces; () if no prompt has pictures, which is another program."""
         if all(job.request.pictures is None for job, _ in pieces):
             return ()
         positions = np.zeros((rows, size, 3), np.int32)
@@ -531,7 +531,7 @@ class Batch:
     def loop_arguments(
         self, setup: Setup, table: Any, cycles: int, *, until_any: bool, shared: np.ndarray | None = None
     ) -> tuple:
-        """What `loop` is called with after its static arguments; `table` may be a shape."""
+        """Arguments of `loop` after its static ones; `table` may be a shape."""
         call = self.core.weights, table, self.state, np.int32(cycles), np.bool_(until_any), self.retired.copy()
         more = self.core.estimate if setup.per_request else None, shared
         tables = self._tables(setup)
@@ -547,7 +547,7 @@ class Batch:
         return job.automaton is None or self.core.shelf.place(job.automaton, used)
 
     def _grammar(self, job: Job, tokens: Sequence[int], known: int | None = None) -> int:
-        """What the device knows a request's grammar by, behind `tokens`; `known` as of `Follower`."""
+        """The device's number for the state of a request's grammar behind `tokens`; `known` as of `Follower`."""
         job.follower, grammar = None, job.request.grammar
         if grammar is None:
             return NO_GRAMMAR
@@ -577,7 +577,7 @@ class Batch:
         self.keep(replace(self.state, adjust=replace(self.state.adjust, grammar=jax.device_put(numbers))))
 
     def shared_pages(self, setup: Setup, width: int, cycles: int) -> np.ndarray | None:
-        """What `cycle` takes as `shared`; None where pages are not to be read once, or nobody has compiled that yet."""
+        """The argument `shared` of `cycle`; None if pages are not to be read once, or if that program is not compiled yet."""
         policy = self.core.cascade_policy
         if policy is None:
             return None
@@ -644,7 +644,7 @@ class Batch:
 
 
 def choose_needs(batch: Batch, jobs: Iterable[Job]) -> Needs:
-    """What the next programs serve: what these requests need, or more where the program for less is not compiled."""
+    """Needs that the next programs serve: those of these requests, or more if the program for less is not compiled."""
     exact = Needs.of({job.needs for job in jobs})
     if exact == batch.needs or not batch.needs.covers(exact):
         return exact
@@ -652,7 +652,7 @@ def choose_needs(batch: Batch, jobs: Iterable[Job]) -> Needs:
 
 
 def choose_cycles(batch: Batch, cycles: int) -> tuple[Setup, int]:
-    """What the next cycles verify, and how many of them there are to be, at most `cycles`."""
+    """Setup of the next cycles, and their number, at most `cycles`."""
     policy, running = batch.core.verify_policy, batch.slots.decoding
     if not batch.draft or not running:
         return batch.setup, cycles
@@ -731,7 +731,7 @@ class Mailbox:
 
 
 class Lead:
-    """Who steps: one at a time, or nobody.
+    """Ownership of the scheduler's steps: one caller at a time, or nobody.
 
     Not a lock: an interrupt may come between the instruction that takes a lock and the one that remembers it. Who leads here is
     found in one place, whenever it asks again.
@@ -755,7 +755,7 @@ class Lead:
 
 @dataclass(frozen=True)
 class SchedulerStats:
-    """What a scheduler does, as of its last step.
+    """Counters of a scheduler, as of its last step.
 
     Attributes:
       running: requests with a slot.
@@ -1185,7 +1185,7 @@ class Scheduler:
         return True
 
     def _plan_behind(self, batch: Batch) -> tuple[Setup, int] | None:
-        """What cycles behind all that is in flight verify, and how many of them; None where results come first.
+        """Setup and number of cycles that may be queued behind everything in flight; None if results have to be read first.
 
         Gives the running requests the pages for it.
         """

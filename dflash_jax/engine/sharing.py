@@ -1,4 +1,4 @@
-"""Which models several GPUs can share, and with which options; what cannot be shared is refused with the sizes that say why."""
+"""Checks of tensor parallelism: models and options that several GPUs cannot share are refused, with the sizes that say why."""
 
 from collections.abc import Iterator
 

@@ -95,7 +95,7 @@ class Job:
 
     @property
     def context(self) -> tuple[int, ...]:
-        """What must be in the pages before it decodes: all but the pending token, where it has one."""
+        """Tokens that must be in the pages before it decodes: all but the pending token, if it has one."""
         return (*self.request.prompt, *self.tokens[:-1])
 
     @property

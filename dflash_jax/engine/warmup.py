@@ -78,8 +78,10 @@ def warmup_jobs(
 
 
 def forms_that_pay(core: Resources, slots: int, length: int, width: int) -> Iterator[Sharing]:
-    """How cycles of such a program may read shared pages once: it pays where all slots share all of a table's columns. Several
-    groups' program is for requests of which few engines have any: it is compiled when they come, unless it was asked for."""
+    """Forms in which cycles of such a program may read shared pages once: it pays if all slots share all of a table's columns.
+
+    Few engines have requests for the program of several groups: it is compiled when they come, unless it was asked for.
+    """
     policy = core.cascade_policy
     whole = Sharers(slots, width * core.page_size)
     if policy is not None and slots > 1 and policy.saved_s([whole], slots, length) > 0:
@@ -89,7 +91,7 @@ def forms_that_pay(core: Resources, slots: int, length: int, width: int) -> Iter
 
 
 def snapshot_jobs(core: Resources, slots: int) -> Iterator[partial[None]]:
-    """What compiles the copies from the states of so many slots to the pool of snapshots, and back."""
+    """Jobs that compile the copies between the states of so many slots and the pool of snapshots."""
     number = np.int32(0)
     ours, kept = (
         jax.eval_shape(partial(make_states, core.target, rows, core.dtype)) for rows in (slots, core.snapshots.count)
@@ -101,7 +103,7 @@ def snapshot_jobs(core: Resources, slots: int) -> Iterator[partial[None]]:
 def first_jobs(
     core: Resources, requests: Sequence[Request], *, draft: bool, slots: int | None, cycles: Sequence[int]
 ) -> Iterator[Callable[[], None]]:
-    """What a batch of these requests calls first, in that order: every chunk, the first token, and the first cycles.
+    """The first calls of a batch of these requests, in order: every chunk, the first token, and the first cycles.
 
     Args:
       slots: how many run side by side; None for as many as there are.
@@ -126,7 +128,7 @@ def first_jobs(
 
 
 def first_length(core: Resources, setup: Setup, requests: Sequence[Request], slots: int) -> Length:
-    """What the first cycles of these requests will verify if nothing runs before them."""
+    """Verified length of the first cycles of these requests if nothing runs before them."""
     if setup.draft is None or not requests:
         return Length(setup.offered)
     first = requests[0]  # decodes alone until the next one is prefilled

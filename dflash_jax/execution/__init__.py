@@ -1,1 +1,1 @@
-"""How a stack of layers runs: the plain layers, or one of the fused paths."""
+"""Execution of a stack of layers: the plain layers, or one of the fused runners."""

@@ -52,7 +52,7 @@ def _takes(layer: Linear, rows: int, dtype: Any) -> bool:
 
 
 class Named(TypedDict):
-    """What all operations here are called with."""
+    """Arguments of all operations here."""
 
     implementation: str | None
 

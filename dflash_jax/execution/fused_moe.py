@@ -86,7 +86,7 @@ def _together(projection: Linear, rows: int, dtype: Any) -> bool:
 def _mixed(
     mixer: Mixer, x: Float[Array, "B T D"], rotary: Rotary, attend: Any, cache: Cache
 ) -> tuple[Float[Array, "B T ..."], Cache]:
-    """What mixes tokens, from the normed stream on: in one launch up to the write where attention offers that."""
+    """Mixer of a layer, from the normed stream on: in one launch up to the write where attention offers that."""
     whole = getattr(mixer, "mix_rows", None)
     found = None if whole is None else whole(x, rotary, attend, cache)
     if found is not None:

@@ -40,7 +40,7 @@ class Workspace(NamedTuple):
 
     @property
     def options(self) -> dict[str, Any]:
-        """What operations that add up over devices are told of them."""
+        """Options of operations that add up over devices."""
         return {} if self.ranks is None else {"axis": AXIS, "ranks": self.ranks}
 
 
@@ -148,7 +148,7 @@ def _stored(weight: Weight | None) -> tuple[Any, Array | None]:
 
 
 def _weights(layer: Any, later: Any) -> tuple[tuple[Any, ...], tuple[Array | None, ...] | None]:
-    """What a layer's operation takes from `o` on, the next layer's projection included, and the scales of its matrices."""
+    """Weights of a layer's operation from `o` on, with the next layer's projection, and the scales of its matrices."""
     names = (layer.mixer.projections[1], layer.mlp.gate_up_proj, layer.mlp.down_proj)
     following = None if later is None else later.mixer.projections[0].weight[...]
     matrices = [*(part.weight[...] for part in names), following]

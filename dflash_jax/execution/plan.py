@@ -89,7 +89,7 @@ MATRICES = (
 
 @dataclass(frozen=True)
 class WeightFormat:
-    """How the matrices of a stack's layers are stored.
+    """Storage format of the matrices of a stack's layers.
 
     Attributes:
       dtype: of the stored numbers; "mixed" where matrices of one layer differ.
@@ -190,7 +190,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class ExecutionPlan:
-    """How a stack of layers runs a call of one shape.
+    """Execution plan of a stack of layers for calls of one shape.
 
     Attributes:
       runner: what runs the layers; see the module.
@@ -524,7 +524,7 @@ def _sizes(traits: LayerTraits) -> list[dict[str, int]]:
 
 @dataclass(frozen=True)
 class ContextPlan:
-    """How a drafter projects tapped features to its context's keys and values.
+    """Plan of a drafter's projection from tapped features to its context's keys and values.
 
     Attributes:
       form: "one_launch" for both projections and the norm between them in one kernel, which needs a workspace; "packed" where rows

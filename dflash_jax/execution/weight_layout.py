@@ -56,7 +56,7 @@ _in_blocks = jax.jit(in_column_blocks)
 
 
 def blocking_jobs(weights: Mapping[str, Mapping[str, Any]]) -> list[Callable[[], Any]]:
-    """What compiles the programs with which `block_columns` makes weights of these shapes."""
+    """Jobs that compile the programs of `block_columns` for weights of these shapes."""
     every = (one for table in weights.values() for one in table.values())
     shapes = {(one.shape, one.dtype) for one in every if isinstance(one, ColumnBlocks)}
     return [partial(_compile, jax.ShapeDtypeStruct(*shape)) for shape in sorted(shapes, key=str)]

@@ -97,7 +97,7 @@ class Chat:
         return self._answer(content, pieces)
 
     def request(self, text: str) -> Request:
-        """What the engine would be asked for with a message. Raises what `stream` raises."""
+        """The engine's request for a message. Raises what `stream` raises."""
         prompt, params = self._asked(self._content(text, (), ()))
         return make_requests(self.model, [prompt], params)[0]
 

@@ -80,7 +80,7 @@ class SparseDeepseekConfig(DeepseekConfig):
             )
 
     def index_place(self, layer: int) -> int:
-        """Which of the layers with an indexer this one is, or takes its tokens from, counted from 0."""
+        """Index among the layers with an indexer of this one, or of the one whose choice it reuses, counted from 0."""
         return sum(self.indexers[: layer + 1]) - 1
 
     @classmethod
@@ -150,7 +150,7 @@ def _dense_layers(keys: KeyReader, layers: int, counted: int) -> int:
 
 
 def _indexers(keys: KeyReader, layers: int) -> tuple[bool, ...]:
-    """Which layers have an indexer: as `indexer_types` lists them, `index_topk_pattern`, or every `index_topk_freq`-th.
+    """Indices of the layers with an indexer: as `indexer_types` lists them, `index_topk_pattern`, or every `index_topk_freq`-th.
 
     Raises:
       ConfigError: a list has other names or another length, or the ways to say it differ.

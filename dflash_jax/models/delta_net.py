@@ -27,7 +27,7 @@ class DeltaNet(nnx.Module):
 
     @property
     def weights(self) -> DeltaWeights:
-        """What the delta rule reads beside the projection."""
+        """Weights of the delta rule beside the projection."""
         return DeltaWeights(self.conv[...], self.a_log[...], self.dt_bias[...], self.norm.weight[...])
 
     @property

@@ -101,7 +101,7 @@ class DFlash(nnx.Module):
         return None if self.config.gemma4 else tuple(cast(Array, layer.attn.norms[1]) for layer in self.layers)
 
     def context_rows(self, products: Float[Array, "... F"]) -> Float[Array, "... F2"]:
-        """What `context_kv_proj` gives, with keys and values of each layer in turn: of layers that norm values both are normed."""
+        """Result of `context_kv_proj`, with keys and values of each layer in turn: of layers that norm values both are normed."""
         c = self.config
         if not c.gemma4:
             return products
@@ -189,7 +189,7 @@ class DFlash(nnx.Module):
         features: Float[Array, "B nD"],
         listed: tuple[Float[Array, "B g S"], Int[Array, "B g S"]] | None = None,
     ) -> Block:
-        """What the drafter's head regards for the first `places` of a block.
+        """Inputs of the draft head for the first `places` of a block.
 
         Args:
           slots: hidden states of the whole block.

@@ -196,7 +196,7 @@ class DFlashConfig(DecoderConfig):
 
     @property
     def head_sizes(self) -> Sizes:
-        """What its head must fit."""
+        """Sizes of its draft head."""
         rows = self.draft_vocab_size or self.vocab_size
         return Sizes(
             hidden=self.hidden_size, vocab=self.vocab_size, rows=rows, slots=self.block_size, logit_scale=self.logit_scale,

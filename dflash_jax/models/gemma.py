@@ -1,4 +1,4 @@
-"""What Gemma 3 and Gemma 4 targets share: how their files are read, two rotations, and layers that norm both ends of a sublayer.
+"""Common parts of Gemma 3 and Gemma 4 targets: readers of their files, two rotations, and sublayers with norms at both ends.
 
 Five of six layers see a window of keys and rotate heads one way, the sixth sees all of them and rotates another way. Embeddings are
 multiplied by the square root of their width, feed-forwards gated by GELU, head and embedding shared. Text models are read by
@@ -99,7 +99,7 @@ class GemmaConfig(DecoderConfig):
 def text_keys(
     values: Mapping[str, Any], composites: Iterable[str], notices: list[str] | None
 ) -> tuple[KeyReader, KeyReader | None]:
-    """What a file says of its text model, and what stands beside that where it is of a vision-language model."""
+    """Keys of a file's text model, and the keys beside them in the file of a vision-language model."""
     refuse_quantised(values)
     named = architectures_of(values)
     name = f"config.json ({named[0] if named else values.get('model_type', 'Gemma')})"
@@ -248,7 +248,7 @@ class GemmaLayer(nnx.Module):
         return x + self.mlp_out_norm(self.fed(x)), cache
 
     def fed(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
-        """What the feed-forward gives of the stream x."""
+        """Feed-forward of the stream x."""
         return self.mlp(self.post_norm(x))
 
 

@@ -350,7 +350,7 @@ class Gemma4Layer(GemmaLayer):
         self.beside = LayerInput(config) if config.per_layer_width else None
 
     def fed(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:
-        """What the feed-forwards give of the stream x."""
+        """Feed-forwards of the stream x."""
         dense = super().fed(x)
         return dense if self.mixture is None else self.mixture(x, dense)
 

@@ -207,7 +207,7 @@ class BiasedRouter(nnx.Module):
 
     @property
     def score_bias(self) -> Float[Array, "E"]:
-        """What is added to the products with the weight's rows."""
+        """Bias of the router's scores."""
         return self.bias[...]
 
     def logits(self, x: Float[Array, "T D"]) -> Float[Array, "T E"]:
@@ -257,7 +257,7 @@ class BiasedExperts(nnx.Module):
     def parts(
         self, x: Float[Array, "T D"], router: BiasedRouter, logits: Float[Array, "T E"], exchange: Any = None
     ) -> Float[Array, "n T D"]:
-        """What a token's experts give, weighted, in float32, to be added, by the kernel that reads tiles. Nothing differentiates
+        """Weighted outputs of a token's experts, float32, still to be added, by the kernel that reads tiles. Nothing differentiates
         this."""
         (gate_up, first), (down, last) = (self._by_expert(one) for one in (self.gate_up_proj, self.down_proj))
         how = {"taken": router.taken, "alpha": self.alpha, "limit": self.limit, "exchange": exchange}
@@ -322,8 +322,9 @@ def _numbers(weight: Array | Mxfp4 | Mxfp4Tiles) -> Array:
 def _share(
     index: Int[Array, ""], experts: Int[Array, "T k"], weights: Float[Array, "T k"], out: Float[Array, "T D"]
 ) -> Float[Array, "T D"]:
-    """What one expert adds to each token, float32. Where a token did not take it, it is left out and not weighted with 0: it may
-    overflow there.
+    """One expert's weighted output for each token, float32.
+
+    Where a token did not take the expert, the output is left out and not weighted with 0: it may overflow there.
     """
     taken = experts == index
     share = jnp.where(taken, weights, 0.0).sum(axis=1)

@@ -27,7 +27,7 @@ ACTIVATIONS: Mapping[Activation, Callable[[Array], Array]] = {"silu": jax.nn.sil
 
 
 class Rotary(NamedTuple):
-    """What turns heads at some positions: cos and sin of every angle times the factor on both, float32 `[..., rotary dim / 2]`."""
+    """Rotary embedding of some positions: cos and sin of every angle times the factor on both, float32 `[..., rotary dim / 2]`."""
 
     cos: Array
     sin: Array
@@ -61,7 +61,7 @@ class LatentAttend(Protocol):
 
 
 class IndexRows(NamedTuple):
-    """What an indexer makes of tokens: rotated queries `[B,T,I,E]` and keys `[B,T,E]`, and float32 weights `[B,T,I]` of its heads.
+    """Outputs of an indexer for tokens: rotated queries `[B,T,I,E]` and keys `[B,T,E]`, and float32 weights `[B,T,I]` of its heads.
 
     A query's score of a key is `sum over heads of weight * relu(q . k)`.
     """
@@ -232,7 +232,7 @@ def halved(x: Float[Array, "... H"], turning: int) -> Float[Array, "... H"]:
 
 @runtime_checkable
 class Runner(Protocol):
-    """What runs a stack of layers. `ONE_BY_ONE` calls them; `execution` has others that compute the same."""
+    """Interface of a runner of a stack of layers. `ONE_BY_ONE` calls them; `execution` has others that compute the same."""
 
     def embed(
         self, layers: Sequence[Any], table: Array | Quantised, ids: Int[Array, "B T"]
@@ -321,7 +321,7 @@ class ZeroCenteredNorm(nnx.Module):
 
     @property
     def weight(self) -> nnx.Param:
-        """What operations take as the norm's weight, together with `zero_centered`."""
+        """The norm's weight as operations take it, together with `zero_centered`."""
         return self.offset
 
     def __call__(self, x: Array) -> Array:
@@ -359,7 +359,7 @@ class Linear(nnx.Module):
         return y if self.bias is None else y + self.bias[...]
 
     def of_product(self, product: Float[Array, "... rows"]) -> Float[Array, "... F"]:
-        """What it gives, of a product with all rows that its weight is stored in."""
+        """Its result, from a product with all rows of the stored weight."""
         y = summed_rows(product, self.weight[...])
         return y if self.bias is None else y + self.bias[...]
 
@@ -471,7 +471,7 @@ class Attention(nnx.Module):
 
 @runtime_checkable
 class Mixer(Protocol):
-    """What mixes tokens in a layer, between a projection of the normed stream and one onto the stream."""
+    """Interface of a layer's mixer, between a projection of the normed stream and one onto the stream."""
 
     @property
     def projections(self) -> tuple[Linear, Linear]:
@@ -479,7 +479,7 @@ class Mixer(Protocol):
         ...
 
     def mix(self, projected: Array, rotary: Rotary, attend: Any, cache: Cache) -> tuple[Array, Cache]:
-        """What lies between both: from the first one's result `[B,T,W]` to the last one's argument, whose columns may be on
+        """Mixes tokens: from the first projection's result `[B,T,W]` to the last one's argument, whose columns may be on
         several axes."""
         ...
 
@@ -502,7 +502,7 @@ class MLP(nnx.Module):
         return self.down_proj(self._inner(x))
 
     def of_rank(self, x: Array) -> Array:
-        """What a rank multiplies of it, which nobody has added up yet."""
+        """A rank's partial product, which has not been summed over ranks."""
         return linear(self._inner(x), self.down_proj.weight[...])
 
     def _inner(self, x: Array) -> Array:

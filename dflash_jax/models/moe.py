@@ -38,7 +38,7 @@ MANY = 16
 
 @runtime_checkable
 class ExpertsConfig(Protocol):
-    """What a configuration says about its experts; `DeepseekConfig` tells what each field means."""
+    """Interface of a configuration with experts; `DeepseekConfig` tells what each field means."""
 
     @property
     def hidden_size(self) -> int: ...
@@ -198,7 +198,7 @@ class Experts(nnx.Module):
     def parts(
         self, x: Float[Array, "T D"], router: Router, logits: Float[Array, "T E"], exchange: Any = None
     ) -> Float[Array, "k T D"]:
-        """What a token's experts give, weighted, in float32, to be added; where ranks share them, those of this one. Nothing
+        """Weighted outputs of a token's experts, float32, still to be added; if ranks share experts, those of this one. Nothing
         differentiates this where a kernel does it."""
         gate_up, down = (self._by_expert(matrix) for matrix in (self.gate_up_proj, self.down_proj))
         if ranks_here() > 1:
@@ -329,8 +329,8 @@ class MoE(nnx.Module):
         return reduced(routed if shared is None else routed + shared)
 
     def beside(self, x: Float[Array, "... D"]) -> Float[Array, "... D"] | None:
-        """What the shared experts give, gated where they are, of ranks each one's part; None where there are none beside the routed
-        ones."""
+        """Output of the shared experts, with their gate if they have one, and of ranks each one's part; None without shared
+        experts."""
         if self.shared is None:
             return None
         shared = self.shared(x)
@@ -345,7 +345,7 @@ def shared_among_routed(config: ExpertsConfig, shared: int) -> bool:
 
 
 def expert_traits(config: ExpertsConfig, *, shared: bool = False) -> ExpertTraits:
-    """What a configuration's experts are to whoever chooses how layers run; `shared`: with one that every token takes."""
+    """Traits of a configuration's experts, for the execution plan; `shared`: with one that every token takes."""
     count, taken = config.num_experts + shared, config.experts_per_token + shared
     return ExpertTraits(count, taken, config.moe_intermediate_size, shared)
 

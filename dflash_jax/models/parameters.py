@@ -164,7 +164,7 @@ def init_params(
 def _jitted_draw(
     law: float | str, shape: tuple[int, ...], kind: jnp.dtype, sharding: Any
 ) -> Callable[[jax.Array], jax.Array]:
-    """What draws each device's share: one program for all arrays that are alike."""
+    """Function that draws each device's share: one program for all arrays of a shape."""
     return jax.jit(functools.partial(_drawn, law=law, shape=shape, kind=kind), out_shardings=sharding)
 
 

@@ -291,7 +291,7 @@ def family_for(config: Any) -> Family:
 
 
 def layer_traits(config: DecoderConfig) -> LayerTraits:
-    """What the layers of a configuration have and lack."""
+    """Traits of a configuration's layers."""
     return family_for(config).traits(config)
 
 

@@ -50,7 +50,7 @@ class DeltaTraits:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerTraits:
-    """What all layers of a stack are made of.
+    """Traits of all layers of a stack, for the execution plan.
 
     Attributes:
       hidden, heads, kv_heads, head_dim: D, N, K and H.

@@ -1,4 +1,4 @@
-"""What ranks tell one another inside a program: sums of partial products, shares put side by side, the best of all.
+"""Collectives of ranks inside a program: sums of partial products, gathered shares, the best of all ranks.
 
 Each function gives its argument back where a program runs on one device, which then is the same program as without them. All give
 the same bits on every rank: ranks that part would wait for one another for ever.
@@ -29,7 +29,7 @@ def pair_exchange(count: int) -> RankExchange:
 
 @contextmanager
 def exchanging_in(exchange: RankExchange | None) -> Iterator[None]:
-    """What is traced inside exchanges in the memory of `pair_exchange`; None leaves it to collectives."""
+    """Context in which traced code exchanges through the memory of `pair_exchange`; None leaves it to collectives."""
     token = _WORDS.set(exchange)
     try:
         yield
@@ -39,8 +39,10 @@ def exchanging_in(exchange: RankExchange | None) -> Iterator[None]:
 
 @contextmanager
 def added_in_order(ordered: bool) -> Iterator[None]:
-    """What is traced inside adds up in order of ranks however large a message is, where `ordered`: so a row's bits do not depend on
-    its place among the rows."""
+    """Context in which traced code adds up in order of ranks, however large a message is, if `ordered`.
+
+    So a row's bits do not depend on its place among the rows.
+    """
     token = _ORDERED.set(ordered)
     try:
         yield

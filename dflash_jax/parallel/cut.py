@@ -1,4 +1,4 @@
-"""How one array of a model is cut for ranks, and which share of it a rank holds.
+"""Sharding of one array of a model: how it is cut, and the share that a rank holds.
 
 A fused projection is its sources' rows one after the other, so a rank's rows are its share of each of them: no contiguous piece.
 Arrays over all ranks have their shares side by side, rank 0's first, and a plain sharding along one axis cuts them.
@@ -12,7 +12,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Cut:
-    """What of an array goes to which rank.
+    """Assignment of an array's parts to ranks.
 
     Attributes:
       axis: that is cut: 0 for rows, of which each rank multiplies some; 1 for columns, whose products ranks add up.
@@ -43,7 +43,7 @@ class Cut:
         return sum(end - begin for begin, end in self.runs(0, ranks))
 
     def share(self, array: np.ndarray, rank: int, ranks: int) -> np.ndarray:
-        """What a rank holds of an array; a view where that is one run of rows."""
+        """A rank's share of an array; a view if it is one run of rows."""
         runs = self.runs(rank, ranks)
         pieces = [array[begin:end] if self.axis == 0 else array[:, begin:end] for begin, end in runs]
         return np.ascontiguousarray(pieces[0]) if len(pieces) == 1 else np.concatenate(pieces, axis=self.axis)

@@ -1,4 +1,4 @@
-"""What process 0 tells the others, over one TCP connection each: records in order, and that it is there.
+"""Control messages from process 0 to the other processes, over one TCP connection each: records in order, and signs of life.
 
 A record is a JSON object and some arrays. Both ends send signs of life; where those stay out, or a connection ends, the process
 that notices says so and ends too: what it waits for on its GPUs would never come.
@@ -133,7 +133,7 @@ class Member:
             threading.Thread(target=work, daemon=True).start()
 
     def records(self) -> Iterator[Record]:
-        """What process 0 tells, until it stops."""
+        """Records of process 0, until it stops."""
         while "stop" not in (record := self._records.get())[0]:
             yield record
 

@@ -75,7 +75,7 @@ class Ranks:
         return NamedSharding(self.mesh, P(*(None,) * axis, AXIS))
 
     def cut_of(self, parameter: Declared) -> Cut | None:
-        """How an array is cut here; None where every rank has all of it."""
+        """The cut of an array here; None if every rank has all of it."""
         cut = parameter.cut
         return None if cut is None or (cut.optional and not cut.divides(self.count)) else cut
 
@@ -109,7 +109,7 @@ class Ranks:
         return self.joined([cut.share(array, rank, self.count) for rank in range(self.count)], cut.axis)
 
     def joined(self, shares: Sequence[np.ndarray], axis: int) -> jax.Array:
-        """What ranks hold, in their order, each of this process's sent to its device, as one array that lies along `axis`."""
+        """Ranks' shares, in their order, as one array along `axis`; this process's shares are sent to their devices."""
         sent = [jax.device_put(shares[rank], device) for rank, device in self.own.items()]
         shape = list(sent[0].shape)
         shape[axis] *= self.count
@@ -125,7 +125,7 @@ class Ranks:
         return jax.ShapeDtypeStruct(tuple(wide), share.dtype, sharding=sharding)
 
     def each(self, function: Callable[[Any], Any], arrays: Any, *, axis: int | None) -> Any:
-        """What every rank makes of its share of `arrays`, put side by side along `axis`; the same on all for None."""
+        """Maps each rank's share of `arrays`; results lie side by side along `axis`, or are the same on all for None."""
         inputs, result = (
             jax.tree.map(lambda leaf: leaf.sharding.spec, arrays),
             self.whole if axis is None else self.along(axis),
@@ -182,7 +182,7 @@ def pool_config[C: DecoderConfig](config: C, ranks: int) -> C:
 
 
 def held_shape(leaf: Any) -> tuple[int, ...]:
-    """What one device holds of an array or of its shape."""
+    """The share of an array, or of its shape, that one device holds."""
     sharding = getattr(leaf, "sharding", None)
     return tuple(leaf.shape) if sharding is None else tuple(sharding.shard_shape(tuple(leaf.shape)))
 

@@ -1,4 +1,4 @@
-"""How pools keep their numbers: in the model's dtype, or in eight bits on scales that calibration finds.
+"""Formats of KV pools: the model's dtype, or eight bits with scales that calibration finds.
 
     None           the model's dtype
     "fp8"          float8_e4m3fn. Keys and values are divided by a scale of their head, latent rows by one scale of their layer.

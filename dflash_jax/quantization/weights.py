@@ -123,7 +123,7 @@ _quantised = jax.jit(quantise, static_argnames=("kind", "doubled"))
 
 
 def rounding_jobs(weights: Mapping[str, Mapping[str, Any]]) -> list[Callable[[], Any]]:
-    """What compiles the programs with which `quantise_weights` makes weights of these shapes, where one device has them all."""
+    """Jobs that compile the programs of `quantise_weights` for weights of these shapes, if one device has them all."""
     every = (one for table in weights.values() for one in table.values() if isinstance(one, Quantised))
     alone = [one for one in every if getattr(one.values, "sharding", None) is None]
     cases = {(one.shape, one.dtype, _kind(one), one.doubled) for one in alone}
@@ -216,7 +216,7 @@ def quantise_shares(params: dict[str, Array], kind: WeightDtype, ranks: Ranks) -
 def rounding(
     params: Mapping[str, Any], kind: WeightDtype, ranks: Ranks | None = None
 ) -> Callable[[str, Array], Weight]:
-    """What makes of one of a model's parameters, given by name, what is kept of it: eight bits of large matrices.
+    """Function from a model's parameter, given by name, to its stored form: large matrices in eight bits.
 
     Args:
       params: arrays or shapes, of which gates are counted.
@@ -239,7 +239,7 @@ def _is_rounded(name: str) -> bool:
 
 
 def _doubled_rows(params: Mapping[str, Any]) -> dict[str, int]:
-    """How many rows a rank doubles of each matrix that ends with gates."""
+    """The number of rows that a rank doubles of each matrix that ends with gates."""
     gated = {name: name.removesuffix(_GATED) + _OF_HEADS for name in params if name.endswith(_GATED)}
     return {name: 2 * held_shape(params[of_heads])[0] for name, of_heads in gated.items()}
 
@@ -255,7 +255,7 @@ def _rounded_share(array: Array, kind: WeightDtype, ranks: Ranks, doubled: int) 
 def _share_rounder(
     kind: WeightDtype, ranks: Ranks, axis: int | None, doubled: int
 ) -> Callable[[Array], tuple[Array, Array]]:
-    """What rounds a matrix cut along `axis`: one function for all matrices, which compiles once for each shape."""
+    """Function that rounds a matrix cut along `axis`: one for all matrices, compiled once for each shape."""
 
     def rounded_share(matrix: Array) -> tuple[Array, Array]:
         made = quantise(matrix, kind, across=axis == 1, doubled=doubled)

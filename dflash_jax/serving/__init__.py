@@ -1,1 +1,1 @@
-"""What serves many callers at once: the async API, and the server over it."""
+"""Serving for many callers at once: the async API, and the server over it."""

@@ -172,7 +172,7 @@ class Answer:
             self.done[index] = piece.completion
 
     def chunks(self, piece: Piece) -> list[dict[str, Any]]:
-        """What a stream says of a piece."""
+        """Chunks of a stream for a piece."""
         self.note(piece)
         index, text = piece.index, piece.text
         ends = {"finish_reason": reason_of(piece.finish_reason)}

@@ -44,7 +44,7 @@ log = logging.getLogger("dflash_jax.serve")
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """How a server answers.
+    """Options of a server.
 
     Attributes:
       names: what the model is called; the first is told, all are taken.
@@ -112,7 +112,7 @@ class Front:
 
     @property
     def defaults(self) -> Mapping[str, float | int]:
-        """What holds for fields of sampling that a request leaves out."""
+        """Defaults of sampling fields that a request leaves out."""
         return self.ready().model.sampling_defaults if self.options.model_defaults else {}
 
     @property
@@ -213,7 +213,7 @@ async def _bug(request: Request, error: Exception) -> Response:
 
 
 class Routes:
-    """What is done at each path."""
+    """Handlers of the server's paths."""
 
     def __init__(self, front: Front):
         self.front = front
@@ -458,7 +458,7 @@ class Call:
             raise _too_long(limit) from None
 
     async def unless_gone[T](self, request: Request, work: Awaitable[T]) -> T:
-        """What `work` gives. Raises ClientDisconnect, with the work cancelled, where the client leaves before that."""
+        """Awaits `work`. Raises ClientDisconnect, with the work cancelled, where the client leaves before that."""
         working = asyncio.ensure_future(work)
         self._leaving = self._leaving or asyncio.create_task(_gone(request))
         try:

@@ -60,7 +60,7 @@ _SENT_TO_ALL = ("enable_thinking", "thinking")
 
 @dataclass(frozen=True)
 class Ask:
-    """What a request asks for.
+    """Parsed request body.
 
     Attributes:
       prompts: texts or token ids; for a chat its messages, alone.

@@ -71,7 +71,7 @@ class ChatAnswer(Answer):
         return made
 
     def chunks(self, piece: Piece) -> list[dict[str, Any]]:
-        """What a stream says of a piece."""
+        """Chunks of a stream for a piece."""
         made, index = super().chunks(piece), piece.index
         if index not in self._parsers:
             self._parsers[index] = self._parser()

@@ -101,7 +101,7 @@ class Feed:
         return self._bell.ring
 
     async def take(self, patience: float | None = None) -> list[Piece]:
-        """What has come, once something has: at most one piece of each prompt. Raises an error that was put, after the pieces.
+        """Waits for pieces and takes them: at most one of each prompt. Raises an error that was put, after the pieces.
 
         Args:
           patience: seconds after which it gives none; None waits for ever.

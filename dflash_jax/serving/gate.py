@@ -1,4 +1,4 @@
-"""What every request passes before a route sees it: a name for the log, the host it was sent to, and the key."""
+"""Middleware of every request: a name for the log, the check of its host, and the check of its key."""
 
 import hashlib
 import re

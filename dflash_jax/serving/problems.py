@@ -1,4 +1,4 @@
-"""What went wrong with a request, as OpenAI's error objects and statuses: clients tell their classes of errors by them."""
+"""Errors of requests as OpenAI's error objects and statuses, by which clients choose their exception classes."""
 
 import json
 from collections.abc import Mapping

@@ -29,7 +29,7 @@ _PARTS = ("input_text", "output_text", "text")
 
 @dataclass(frozen=True)
 class ResponseAsk(ChatAsk):
-    """What a body of `/v1/responses` asks for.
+    """Parsed body of `/v1/responses`.
 
     Attributes:
       body: as it came; answers repeat some of it.

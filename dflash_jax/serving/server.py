@@ -110,7 +110,7 @@ def open_port(host: str, port: int) -> list[socket.socket]:
 
 
 def _reason(error: Exception) -> str:
-    """What is wrong with an address, and what to do."""
+    """Why the server cannot listen at an address, and what to do."""
     if isinstance(error, OverflowError):
         return "ports end at 65535"
     if isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
@@ -150,7 +150,7 @@ async def _serve(
 
 
 class Signals:
-    """How often the process was asked to end."""
+    """Counter of the signals that asked the process to end."""
 
     def __init__(self):
         self.count = 0

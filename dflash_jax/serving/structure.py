@@ -1,4 +1,4 @@
-"""What the text of an answer has to be, as bodies of requests say it: OpenAI's `response_format`, vLLM's names, calls of tools."""
+"""Structured outputs in request bodies: OpenAI's `response_format`, vLLM's names, calls of tools."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ FIELDS = ("response_format", "structured_outputs", *_OLDER)
 
 
 def structure_of(body: Mapping[str, Any]) -> tuple[str, Structured] | None:
-    """What a body asks for and the field that does; None for any text. Raises Problem."""
+    """The structure that a body asks for, and the field that names it; None for any text. Raises Problem."""
     found = [(name, wanted) for name in FIELDS if name in body and (wanted := _wanted(name, body[name])) is not None]
     if len(found) > 1:
         names = " and ".join(name for name, _ in found)

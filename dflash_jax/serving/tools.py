@@ -20,7 +20,7 @@ _FIELDS = ("tools", "tool_choice", "parallel_tool_calls")
 
 @dataclass(frozen=True)
 class ChatAsk(Ask):
-    """What a chat asks for.
+    """Parsed chat request.
 
     Attributes:
       tools: that the answer may call; empty for none.

@@ -80,7 +80,7 @@ def _json(value: Any, error: type[DFlashError], name: str) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON has in place of a mapping, a sequence or a scalar of another kind than Python's own."""
+    """JSON form of a mapping, a sequence or a scalar of another kind than Python's own."""
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray | memoryview):

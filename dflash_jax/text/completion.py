@@ -1,4 +1,4 @@
-"""What `generate` and `stream` give back."""
+"""Results of `generate` and `stream`."""
 
 from dataclasses import dataclass, field
 

@@ -56,7 +56,7 @@ class TextStream:
         return list(ends)[1:]
 
     def _piece(self, token: int) -> str:
-        """What a token adds to the text; nothing while the last character may be unfinished."""
+        """Text that a token adds; empty while the last character may be unfinished."""
         if self.tokenizer is None:
             return ""
         if self._joins and not self._bytes and (text := self.tokenizer.alone(token, special=self.special)) is not None:
@@ -85,7 +85,7 @@ class TextStream:
         return piece
 
     def _joined(self, *, everything: bool = False) -> str:
-        """What the bytes behind the text add to it; nothing while the last character may be unfinished."""
+        """Text that the bytes behind it add; empty while the last character may be unfinished."""
         text, left = self._bytes.decode("utf-8", "replace"), b""
         if text.endswith(REPLACEMENT) and not everything:
             if len(self._bytes) <= _MOST_WAITING:
@@ -96,7 +96,7 @@ class TextStream:
         return text
 
     def _decoded(self, tokenizer: Tokenizer, *, everything: bool = False) -> str:
-        """What the newest tokens add to the text; nothing while the last character may be unfinished.
+        """Text that the newest tokens add; empty while the last character may be unfinished.
 
         Decoded together with the piece before, because decoders treat a text's first token in ways of their own. A decoder that
         changes its mind about that piece (byte fallback, when a byte that fits nothing follows) cannot change what was given.

@@ -24,7 +24,7 @@ log = logging.getLogger("dflash_jax.grammars")
 
 
 class Grammars:
-    """What texts of one model may have to be. May be asked from several threads.
+    """Compiled grammars of one model. May be asked from several threads.
 
     Args:
       name: of the model, for messages.

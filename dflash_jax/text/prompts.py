@@ -1,4 +1,4 @@
-"""What a prompt may be, and the token ids that it comes to."""
+"""Forms of prompts, and their token ids."""
 
 import operator
 from collections.abc import Mapping, Sequence

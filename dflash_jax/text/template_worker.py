@@ -103,7 +103,7 @@ def _names(environment: Environment, source: str) -> tuple[frozenset[str], froze
 
 
 def _unknown(names: tuple[frozenset[str], frozenset[str]], options: Mapping[str, Any]) -> str | None:
-    """What to say of options that the template would pass over, a misspelt one for example."""
+    """Error for options that the template ignores, for example a misspelt one."""
     asked, inside = names
     if not (unknown := options.keys() - asked):
         return None
@@ -123,7 +123,7 @@ class _Generation(Extension):
 
 
 class _Refusal(TemplateError):
-    """What a template says itself."""
+    """Refusal by the template itself."""
 
 
 def _refuse(message: str) -> None:

@@ -23,7 +23,7 @@ class TokenBytes:
         self._letters = {chr(byte): byte for byte in kept} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
     def of(self, token: int) -> bytes:
-        """Those of one token, none of an id that no token has."""
+        """Bytes of one token; none of an id that no token has."""
         if (found := self._found.get(token)) is None:
             found = self._found[token] = self._of(self._backend.id_to_token(token) or "")
         return found

@@ -231,7 +231,7 @@ def end_token_ids(folder: Path, tokenizer: Tokenizer | None) -> tuple[int, ...]:
 
 
 def end_notice(ids: tuple[int, ...], vocab_size: int) -> list[str]:
-    """What to say of a model whose texts never end by themselves, because no end token is in its vocabulary."""
+    """Notice for a model whose texts never end by themselves, because no end token is in its vocabulary."""
     if not ids or min(ids) < vocab_size:
         return []
     named = ", ".join(map(str, ids))
@@ -242,7 +242,7 @@ def end_notice(ids: tuple[int, ...], vocab_size: int) -> list[str]:
 
 
 def tokenizer_notices(folder: Path) -> list[str]:
-    """What to say of a folder whose tokenizer is code, which nothing here runs."""
+    """Notice for a folder whose tokenizer is code, which nothing here runs."""
     if (folder / "tokenizer.json").is_file():
         return []
     code = read_json(folder / "tokenizer_config.json").get("auto_map")

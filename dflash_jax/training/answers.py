@@ -1,4 +1,4 @@
-"""What a drafter is trained on: a file of prompts and answers as token ids, or of prompts that the target itself answers.
+"""Training data of a drafter: prompts and answers of a file as token ids, or prompts that the target itself answers.
 
 Each line is an object, in one of the forms that data sets have:
 

@@ -42,7 +42,7 @@ class SourceFile:
     sha256: str
 
     def part(self, settings: Settings) -> Literal["heldout", "prompts", "train"]:
-        """Which part of the corpus it is in. Decided by content, so that it does not depend on order, machine or seed."""
+        """Part of the corpus that it belongs to, decided by content, so that it does not depend on order, machine or seed."""
         place = int(self.sha256[:12], 16) % 10_000 / 100
         if place < settings.heldout_percent:
             return "heldout"

@@ -1,4 +1,4 @@
-"""What training a drafter for a target of somebody's own depends on, and the drafter's configuration that follows from it."""
+"""Settings of `dflash-jax train`, and the drafter's configuration that follows from them."""
 
 from dataclasses import dataclass, field
 

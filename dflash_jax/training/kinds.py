@@ -51,12 +51,12 @@ def kind_of(config: DFlashConfig) -> str:
 
 
 def title(config: DFlashConfig) -> str:
-    """What people call the kind."""
+    """Name of the kind in titles."""
     return _TITLES[kind_of(config)]
 
 
 def kind_keys(config: DFlashConfig) -> dict[str, Any]:
-    """What the drafter's config.json says beside the decoder's keys. DSpark's names are DeepSpec's, the others' are z-lab's."""
+    """Keys of the drafter's config.json beside the decoder's. DSpark's names are DeepSpec's, the others' are z-lab's."""
     block = {"block_size": config.block_size}
     shared = {"mask_token_id": config.mask_token_id, "target_layer_ids": list(config.target_layer_ids)}
     layers = {"num_target_layers": config.num_target_layers}

@@ -15,7 +15,7 @@ def decay_weights(slots: int, gamma: float = 7.0) -> Float[Array, "S"]:
 def dpace_weights(
     match: Float[Array, "M S"], floor: float = DPACE_FLOOR, seen: Bool[Array, "M S"] | None = None
 ) -> Float[Array, "M S"]:
-    """What slot j adds to the expected accepted length: the sum over m >= j of the chance to get through slot m.
+    """Weight of slot j, its share of the expected accepted length: the sum over m >= j of the chance to get through slot m.
 
     Chances are lifted to `(1 - floor) * match + floor`, so that late slots learn before early ones are right (arXiv 2605.18810).
     Slots beyond the text's end, those that are not `seen`, add nothing.

@@ -24,7 +24,7 @@ def optimizer(weight_decay: float, kind: str = "adamw") -> optax.GradientTransfo
 
 
 def matrices(params: Params) -> dict[str, bool]:
-    """What decays. A convolution's own kernel begins as the identity, and is held to nothing smaller."""
+    """Matrices that decay. A convolution's own kernel begins as the identity, and is held to nothing smaller."""
     return {name: value.ndim > 1 and not name.endswith("base_kernel") for name, value in params.items()}
 
 

@@ -35,7 +35,7 @@ _FREE = ("output", "work", "evaluation_tokens", "devices")
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What is asked for.
+    """A run of `dflash-jax train`.
 
     Attributes:
       target: what `load` takes.

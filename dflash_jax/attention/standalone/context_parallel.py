@@ -1,4 +1,4 @@
-"""What ranks gathered of a context that is spread over their pages, put together for packed requests.
+"""Reordering of a context gathered from several ranks' pages, for packed requests.
 
 `dflash_jax.attention.context_parallel` says where a token lies. Nothing here communicates: what all ranks gathered comes in as one
 array with a leading axis of ranks.

@@ -92,13 +92,13 @@ def head_module(config: HeadConfig, sizes: Sizes) -> Any:
 
 
 def head_parameters(config: HeadConfig, sizes: Sizes) -> list[Parameter]:
-    """What it declares, by names in its drafter."""
+    """Parameters of a head, by names in its drafter."""
     table = HEADS[config.kind].parameters(config, sizes)
     return [Parameter(f"{PREFIX}{one.name}", one.sources, one.dtype) for one in table]
 
 
 def head_tables(config: HeadConfig) -> tuple[str, ...]:
-    """Its parameters of which a cycle reads a few rows alone, by names in its drafter."""
+    """Parameters of a head of which a cycle reads only a few rows, by names in its drafter."""
     return tuple(f"{PREFIX}{name}" for name in HEADS[config.kind].tables(config))
 
 

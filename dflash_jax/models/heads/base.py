@@ -1,4 +1,4 @@
-"""Draft heads: what turns a block's hidden states and base logits into proposals, each with regard to those before it.
+"""Draft heads: from a block's hidden states and base logits to proposals, each conditioned on those before it.
 
 A head proposes by the law of its scores, and draws by no means of its own: the caller's `Pick` takes a column of each row of scores
 and says what it was drawn from. So one walk serves greedy texts and sampled ones, and the law that rejection judges a proposal by
@@ -20,7 +20,7 @@ LARGEST_RANK, LARGEST_TOP_K = 1 << 16, 1 << 12
 
 
 class Block(NamedTuple):
-    """What a head may regard.
+    """Inputs of a draft head.
 
     Attributes:
       anchor: the token before the first of g places.
@@ -65,7 +65,7 @@ class Block(NamedTuple):
 
 
 class Law(NamedTuple):
-    """What proposals were drawn from: softmax of `logits` over some tokens, and nothing elsewhere.
+    """Distribution of proposals (q of p/q rejection): softmax of `logits` over some tokens, 0 elsewhere.
 
     Attributes:
       logits: after temperature and filters.
@@ -162,7 +162,7 @@ class HeadConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What a head must fit.
+    """Sizes that a head must fit.
 
     Attributes:
       hidden: width of hidden states (D).

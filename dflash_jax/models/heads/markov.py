@@ -148,7 +148,7 @@ class Markov(nnx.Module):
     def latent(
         self, before: Int[Array, "*R"], hidden: Float[Array, "*R D"], state: Float[Array, "*R r"]
     ) -> tuple[Float[Array, "*R r"], Float[Array, "*R r"]]:
-        """What W2 multiplies after these tokens, and the recurrent state, which the form "rnn" alone has a use for."""
+        """The operand of W2 after these tokens, and the recurrent state, which only the form "rnn" uses."""
         embedded = self.markov_w1.weight[...][before]
         if self.gate_proj is not None:
             gate = self.gate_proj(jnp.concatenate([hidden, embedded], axis=-1))

@@ -1,4 +1,4 @@
-"""What readers of heads' keys share."""
+"""Helpers of the readers of heads' keys."""
 
 from collections.abc import Callable, Mapping
 

@@ -1,1 +1,1 @@
-"""What an answer's text is made of, told apart as it comes: thoughts, text, and calls of tools in the forms of Qwen's templates."""
+"""Streaming parsers of answers: reasoning, text, and tool calls in the forms of Qwen's templates."""

@@ -1,4 +1,4 @@
-"""Which parsers a model's answers need, by its chat template and by what its prompt ends with."""
+"""Choice of a model's answer parsers, by its chat template and by the end of its prompt."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ REASONING_PARSERS = ("auto", "qwen3", "none")
 
 
 def tool_parser_of(name: str, template: str) -> str:
-    """Which form of calls a template writes, where `name` is "auto"."""
+    """The form of calls that a template writes, if `name` is "auto"."""
     if name != "auto":
         return name
     if "<function=" in template:
@@ -25,7 +25,7 @@ def tool_parser_of(name: str, template: str) -> str:
 
 
 def start_of(name: str, template: str, options: Mapping[str, Any], prompt_end: str) -> Start | None:
-    """How an answer begins, None where nothing is looked for.
+    """Where an answer begins (inside or outside of reasoning); None if no reasoning is parsed.
 
     Args:
       prompt_end: the last words of the prompt.

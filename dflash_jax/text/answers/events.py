@@ -1,4 +1,4 @@
-"""What parsers say, and what they share."""
+"""Events of answer parsers, and their common helpers."""
 
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable

@@ -83,7 +83,7 @@ class Hermes:
         return False
 
     def _give_up(self, call: "_Call", end: str) -> list[Event]:
-        """What is said of a call that is none."""
+        """Events of a broken call."""
         raw, self._call = call.raw + (self._held if not end else ""), None
         self._held = self._held if end else ""
         if call.begun:  # it was told already

@@ -183,7 +183,7 @@ class Qwen3Xml:
 
 
 def kind_of(schema: Any) -> str:
-    """What values of a parameter are: "string" also where its schema does not say."""
+    """Type of a parameter's values: "string" also if its schema does not say."""
     if not isinstance(schema, Mapping):
         return "string"
     told = schema.get("type")

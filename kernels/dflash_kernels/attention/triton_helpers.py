@@ -1,4 +1,4 @@
-"""What Triton's attention kernels share on the device."""
+"""Device functions shared by the Triton attention kernels."""
 
 # Triton is an extra.
 # pyright: reportMissingImports=false

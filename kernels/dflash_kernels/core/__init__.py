@@ -1,1 +1,1 @@
-"""What every op shares: dispatch, the target device, validation, tuning tables, layouts."""
+"""Common host code of the ops: dispatch, the target device, validation, tuning tables, layouts."""

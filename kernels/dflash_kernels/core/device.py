@@ -51,7 +51,7 @@ class Target:
 
 
 def default_device() -> Any:
-    """What programs are compiled for whose arrays do not say otherwise."""
+    """Device that programs are compiled for unless their arrays name another."""
     chosen = jax.config.jax_default_device
     return jax.devices(chosen)[0] if chosen is None or isinstance(chosen, str) else chosen
 

@@ -112,5 +112,5 @@ def aliased_ref(array: jax.Array) -> Any:
 
 
 def freeze_aliased(ref: Any) -> jax.Array:
-    """What an `aliased_ref` holds once the kernel has run."""
+    """Contents of an `aliased_ref` after the kernel has run."""
     return jax.lax.optimization_barrier(jax.freeze(ref))

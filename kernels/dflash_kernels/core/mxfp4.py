@@ -169,7 +169,7 @@ def _released(words: Array, *, gated: bool) -> tuple[Array, Array]:
 
 
 def code_numbers(codes: Any) -> Any:
-    """What codes of four bits are without a scale, float32."""
+    """Values of codes of four bits without a scale, float32."""
     size = (codes & 7).astype(jnp.int32)
     normal = (1 + 0.5 * (size & 1)) * (1 << (size >> 1)) * 0.5
     return jnp.where(size < 2, 0.5 * size, normal) * jnp.where(codes > 7, -1.0, 1.0)

@@ -46,7 +46,7 @@ SOURCES = {"o": "x", "gate_up": "scaled", "down": "gated", "next": "scaled"}
 
 @dataclasses.dataclass(frozen=True)
 class Overlap:
-    """How a stage in front of the first product takes part in the CTA program, by default not at all.
+    """Hooks of a stage in front of the first product in the CTA program; by default they do nothing.
 
     Attributes:
       acquire: called by the weights' producer with a step before it fills that step's stage.
@@ -61,7 +61,7 @@ class Overlap:
 
 @dataclasses.dataclass(frozen=True)
 class Cta:
-    """What the functions of the CTA program share.
+    """State of a CTA's program, which its functions share.
 
     Attributes:
       products: what this launch runs of the plan's, in order.
@@ -90,11 +90,11 @@ class Cta:
     # The share of a product that is this CTA's.
 
     def split(self, product: Product) -> Any:
-        """Which split of the depth."""
+        """Index of the split of the depth."""
         return rem(self.index, product.splits)
 
     def tile(self, product: Product) -> Any:
-        """Which tile of weight rows."""
+        """Index of the tile of weight rows."""
         return div(self.index, product.splits)
 
     def first_row(self, product: Product) -> Any:
@@ -175,7 +175,7 @@ def ring_barriers(stages: int, arrivals: int = 1) -> tuple[Any, Any]:
 
 
 def outputs(plan: Plan, dtype: Any) -> dict[str, jax.ShapeDtypeStruct]:
-    """What the launch writes, but for what goes through the mailbox.
+    """Outputs of the launch, without those that go through the mailbox.
 
     A chain without an output projection has no residual stream, and only its end is `projected`.
     """
@@ -192,7 +192,7 @@ RANK_REFS, RANK_INPUTS = ("rank_counts", "rank_area"), ("peers",)
 def with_ranks(
     inputs: Mapping[str, Any], mailboxes: Mapping[str, Any], ranks: RankExchange | None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a launch is given so that its reductions are over GPUs as well."""
+    """Arguments with which a launch reduces over GPUs as well."""
     if ranks is None:
         return dict(inputs), dict(mailboxes)
     held = dict(zip(RANK_REFS, (ranks.counts, ranks.area), strict=True))
@@ -200,7 +200,7 @@ def with_ranks(
 
 
 def rank_exchange_of(refs: Mapping[str, Any]) -> RankExchange | None:
-    """What `with_ranks` has added."""
+    """Arguments that `with_ranks` has added."""
     return RankExchange(*(refs[name] for name in (*RANK_REFS, *RANK_INPUTS))) if RANK_REFS[0] in refs else None
 
 
@@ -498,7 +498,7 @@ def _mainloop_8bit(cta: Cta, product: Product, before: Any, x_before: Any) -> No
 
 
 def _norm_factors(cta: Cta, product: Product) -> Any:
-    """What the norm multiplies each token with: over all features, from the sums of squares of 64 each."""
+    """Norm factor of each token: over all features, from the sums of squares of 64 each."""
     word, count = cta.word("squares", product), cta.plan.reducers
     squares = mailbox.take_columns(cta.refs["mailbox"], word, rows=count, tokens=cta.plan.tokens)
     factors = lax.rsqrt(squares.sum(axis=0) * (1 / cta.plan.hidden) + cta.plan.eps)
@@ -509,7 +509,7 @@ def _norm_factors(cta: Cta, product: Product) -> Any:
 
 
 def _epilogue(cta: Cta, product: Product, results: Sequence[Any]) -> None:
-    """What becomes of a product's accumulators and, after a norm, of its factors."""
+    """Epilogue of a product: its accumulators and, after a norm, its factors."""
     epilogues = {"o": _split_k, "down": _split_k, "gate_up": _swiglu, "next": _project}
     pl.when(cta.index < product.ctas)(lambda: epilogues[product.name](cta, product, results))
 

@@ -80,7 +80,7 @@ def stream(
 
 
 def _copied(plan: Plan) -> tuple[str, ...]:
-    """What the copies of a stage are of."""
+    """Sources of a stage's copies."""
     return ("weight", "x") if plan.norm is None else ("weight",)
 
 

@@ -187,7 +187,7 @@ def _matrix(ref: Any, first: Any, second: Any) -> tuple[int, Any]:
 
 
 def _number(array: Any) -> Any:
-    """What a thread has of an array of one number a thread."""
+    """This thread's element of an array of one number a thread."""
     held = array.registers.item()
     return vector.extract(held, [], [0]) if isinstance(held.type, ir.VectorType) else held
 

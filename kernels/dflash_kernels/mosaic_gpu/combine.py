@@ -846,7 +846,7 @@ def empty_heads(target: Any, sequence: Any, head: Any, split: Any, *, shapes: Sp
 
 
 def _quads(shapes: SplitHeads, target, sequence, head, split):
-    """What this thread of a head's CTA puts together: whether it exists, row and column of the head, and address.
+    """Elements that this thread of a head's CTA combines: whether it has any, row and column of the head, and address.
 
     A row is a warp's: all its threads exist or none.
     """

@@ -123,7 +123,7 @@ def latent_values(tile, *, first: int, count: int, finite: bool):
 
 
 class Loads(NamedTuple):
-    """How a tile is loaded: shape of the matrix, what `ldmatrix` is told, and each load's offset and places of its words' pairs."""
+    """Loads of a tile: shape of the matrix, arguments of `ldmatrix`, and each load's offset and places of its words' pairs."""
 
     shape: tuple[int, int]
     opcode: str
@@ -162,7 +162,7 @@ def _assembled(
 def key_loads(
     head_dim: int, width: int, first: int = 0, count: int | None = None, place: Callable[[], Any] | None = None
 ):
-    """How `count` columns from `first` on are loaded as keys, multiples of 32: rows 0 to 7 and 8 to 15 of the warp's, for two
+    """Loads of `count` columns from `first` on as keys, multiples of 32: rows 0 to 7 and 8 to 15 of the warp's, for two
     neighbouring chunks at a time. `place`: gives lane and warp.
     """
     lane, warp = (place or th.lane_and_warp)()
@@ -182,7 +182,7 @@ def key_loads(
 def value_loads(
     head_dim: int, width: int, first: int = 0, count: int | None = None, place: Callable[[], Any] | None = None
 ):
-    """How `count` columns from `first` on are loaded as values, multiples of 64, transposed: 32 keys of the chunk of 16 channels
+    """Loads of `count` columns from `first` on as values, multiples of 64, transposed: 32 keys of the chunk of 16 channels
     that
     is the warp's in 64 at a time.
     """
@@ -201,7 +201,7 @@ def value_loads(
 
 
 def byte_pairs(across: bool) -> tuple[tuple[int, int], ...]:
-    """Which of a word's bytes become a pair, as a product takes it: neighbours, or where a word lies across two keys, theirs."""
+    """Bytes of a word that become a pair, as a product takes it: neighbours, or where a word lies across two keys, theirs."""
     return ((0, 2), (1, 3)) if across else ((0, 1), (2, 3))
 
 

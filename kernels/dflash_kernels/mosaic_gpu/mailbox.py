@@ -275,7 +275,7 @@ def _columns_taken(area: Any, word: Any, *, rows: int, tokens: int) -> Any:
     interpret=_columns_taken,
 )
 def take_columns(area, word, *, rows: int, tokens: int):
-    """What `rows` tiles publish with `put_columns`, one after the other in memory: `[64 n, tokens]`, zeros after the last one."""
+    """Takes `rows` tiles that were published with `put_columns`: `[64 n, tokens]`, zeros after the last one."""
     shape, f32 = (-(-rows // 64) * 64, tokens), ir.F32Type.get()
     zero = mgpu.FragmentedArray.splat(utils.c(0.0, f32), shape, layout=mgpu.WGMMA_LAYOUT)
     addresses, there = [], []
@@ -295,7 +295,7 @@ def take_columns(area, word, *, rows: int, tokens: int):
 
 @thread_op(args=(GLOBAL, SCALAR), returns=NUMBER, interpret=lambda *_: jnp.int32(0))
 def launches(area, word):
-    """How many launches have ended: what `launched` has counted at this word."""
+    """The number of launches that have ended, which `launched` counts at this word."""
     return th.load(th.word_address(area, word), op="ld.relaxed.gpu.global")[0]
 
 

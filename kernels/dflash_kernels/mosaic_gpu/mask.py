@@ -30,6 +30,6 @@ def row_tokens(rows: int, first_row: Any, group: int, layout: Any) -> Any:
 
 
 def alibi_bias(ahead: Any, sqrt: bool) -> Any:
-    """What ALiBi adds to the score of a key so many positions ahead of its query, before the slope."""
+    """ALiBi bias of a key so many positions ahead of its query, before the slope."""
     ahead = ahead.astype(jnp.float32)
     return -jnp.sqrt(jnp.maximum(-ahead, 0.0)) if sqrt else ahead

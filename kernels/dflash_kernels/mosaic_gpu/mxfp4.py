@@ -116,7 +116,7 @@ def _gated_bias_interpreted(bias: Any, tile: Any) -> Any:
 
 @thread_op(args=(GLOBAL, SCALAR), returns=_WORDS, interpret=_gated_bias_interpreted)
 def gated_bias(bias: Any, tile: Any) -> Any:
-    """What `store_gated` adds to a tile's gates and ups: asked for now, needed later.
+    """Bias that `store_gated` adds to a tile's gates and ups: loaded now, needed later.
 
     Args:
       bias: `[E * 2F]` bfloat16 in global memory, gates and ups in turns.

@@ -37,7 +37,7 @@ _ENTRIES = plgpu.ShapeDtypeStruct((128,), jnp.dtype(jnp.int32), layout=plgpu.Lay
 
 @runtime_checkable
 class Launch(Protocol):
-    """What a launch over pages says of itself.
+    """Interface of a launch over pages.
 
     Attributes:
       group: query heads of a KV head; page_size, table_width, kv_heads: shapes of the pages and their table.
@@ -150,11 +150,11 @@ class Work:
         return row_tokens(rows or self.launch.rows, self.first_row, self.launch.group, layout)
 
     def live(self, row_sum: Any, layout: Any) -> Any:
-        """Which rows count: those of live tokens that see a key."""
+        """Mask of the rows that count: those of live tokens that see a key."""
         return (self.tokens(layout) < self.q_len) & (row_sum != 0)
 
     def mask(self, tile: Any, layout: Any, keys_axis: int = 1, rows: int | None = None) -> Any:
-        """Which keys of a tile each row sees."""
+        """Mask of the keys of a tile that each row sees."""
         launch, rows = self.launch, rows or self.launch.rows
         # Bounds that nobody uses would have no layout.
         bounded = launch.causal or launch.window != (None, None)

@@ -80,7 +80,7 @@ def within(row, column, columns: int, width: int):
 
 
 def swizzle_of(row, width: int):
-    """What is exclusively-ored to the byte offset within a row of `width` bytes, the swizzle's size."""
+    """Operand of the exclusive or with the byte offset within a row of `width` bytes, the swizzle's size."""
     return mul(rem(div(row, 128 // width), width // CHUNK), CHUNK)
 
 
@@ -282,13 +282,13 @@ def index_word(index):
 
 
 def from_lane_before(value, distance: int):
-    """What the lane so many before this one has of `value`, 0 where there is none."""
+    """`value` of the lane so many before this one, 0 where there is none (`shfl.up`)."""
     ptx = f"{{ .reg .pred there; shfl.sync.up.b32 $0|there, $1, {distance}, 0, 0xffffffff; @!there mov.b32 $0, 0; }}"
     return inline(ptx, value, returns=i32(), convergent=True)
 
 
 def from_lane(value, lane):
-    """What a lane of the warp has of `value`."""
+    """`value` of a lane of the warp (`shfl.idx`)."""
     ptx = "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;"
     return inline(ptx, value, constant(lane, value), returns=i32(), convergent=True)
 
@@ -352,12 +352,12 @@ def warpgroup_barrier() -> None:
 
 
 def branch(condition):
-    """What is written inside runs where the condition holds."""
+    """Context: the code inside runs where the condition holds."""
     return utils.when(condition)
 
 
 def one_thread():
-    """What is written inside runs in one thread of the warpgroup."""
+    """Context: the code inside runs in one thread of the warpgroup."""
     return utils.single_thread(scope=utils.ThreadSubset.WARPGROUP)
 
 
@@ -387,7 +387,7 @@ def as_array(words):
 
 
 def as_words(array):
-    """What `as_array` was made of."""
+    """The words that `as_array` was made of."""
     return [vector.extract(array.registers.item(), [], [i]) for i in range(4)]
 
 

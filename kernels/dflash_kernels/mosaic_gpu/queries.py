@@ -70,7 +70,7 @@ def _put_rows_interpreted(source, target, first_row, asked) -> None:
     args=lambda source, target, *_: (None, tile_of(target), None, WORDS.layout), interpret=_put_rows_interpreted
 )  # fmt: skip
 def put_rows(source, target, first_row, asked) -> None:
-    """What `ask_for_rows` of `source` has asked for, to `target [64, H or more]` in shared memory; then all threads may read it."""
+    """Stores the rows of `ask_for_rows(source)` to `target [64, H or more]` in shared memory; then all threads may read it."""
     del source, first_row
     found = [th.as_words(array) for array in asked]
     width, (_, columns), place = th.swizzle(target), th.rows_and_columns(target), th.address(target, space=3)
@@ -141,7 +141,7 @@ def _put_scaled_interpreted(source, target, factors, memory, first_row, rows, as
     interpret=_put_scaled_interpreted,
 )
 def put_scaled(source, target, factors, memory, first_row, rows, asked, *, by_row: bool = False):
-    """What `ask_for_scaled` of `source` has asked for to shared memory, scaled: a largest number comes to between 2^14 and 2^15.
+    """Stores the rows of `ask_for_scaled(source)` to shared memory, scaled: a largest number comes to between 2^14 and 2^15.
 
     Args:
       target: `[N, H]` float16, given rows `first_row` and on in the keys' order, each row times its own power, those of float16 as
@@ -213,7 +213,7 @@ def _largest(found: list, sharing: int, tops):
 
 
 def _asked_words(count: int, head_dim: int) -> int:
-    """How many times sixteen bytes a thread asks for."""
+    """The number of loads of sixteen bytes of a thread."""
     return 2 * (-(-count * _sharing(head_dim) // 128))
 
 

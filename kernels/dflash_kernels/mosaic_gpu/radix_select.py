@@ -85,7 +85,7 @@ def select_row(
 
 
 class _Bound(NamedTuple):
-    """What is taken: the numbers above `least`, and the first `missing` of those that equal it.
+    """Threshold of the selection: the numbers above `least`, and the first `missing` of those that equal it.
 
     Attributes:
       least: an integer.
@@ -103,7 +103,7 @@ class _Bound(NamedTuple):
 
 
 class _Row:
-    """What a thread knows of its CTA's part of the row: four numbers after four, next to each other in the row."""
+    """A thread's elements of its CTA's part of the row: four numbers after four, next to each other in the row."""
 
     def __init__(
         self,
@@ -163,7 +163,7 @@ class _Row:
         return th.add(th.mul(self.cta, self.own), th.mul(th.add(th.mul(self.thread, self.quads), quad), 4))
 
     def bound(self, count: int) -> _Bound:
-        """What the `count` largest are."""
+        """Threshold of the `count` largest."""
         found, missing, inside = th.number(0), th.number(count), th.number(0)
         for digit in range(DIGITS - 1):
             found, missing, inside = self._next_bits(found, missing, digit)

@@ -97,7 +97,7 @@ def gathered_words(given, found, counts, area, peers, place) -> None:
 
 
 def _swapped(words: Sequence[Any], counts, area, peers, place) -> list[list[Any]]:
-    """What every rank has as these words of its, in order of ranks: one launch's use of a place."""
+    """These words of every rank, in order of ranks: one launch's use of a place."""
     (_, ranks, places, pitch), _ = th.shape_and_strides(area)
     groups = [list(words[first : first + VECTOR]) for first in range(0, len(words), VECTOR)]
     assert pitch == len(words) * WARPGROUP, (pitch, len(words))

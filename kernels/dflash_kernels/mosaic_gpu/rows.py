@@ -120,7 +120,7 @@ def _kept_interpreted(target: Any, row: Any) -> None:
     args=lambda _, row: (plgpu.RefType(TILED), _strided(row.shape[0], VECTOR)), interpret=_kept_interpreted
 )  # fmt: skip
 def keep_first_row(target: Any, row: Any) -> None:
-    """What `load_padded` loads, without the zeros, as the first row of a matrix in shared memory; other rows stay as they are.
+    """Stores the numbers that `load_padded` loads, without the zeros, as a matrix's first row in shared memory; other rows stay.
 
     `target`: `[steps, 8, columns]` in tiles of 8 rows of 128 bytes, which are not swizzled in their first row: `columns` after
     `columns`.

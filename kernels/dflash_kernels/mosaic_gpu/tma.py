@@ -165,7 +165,7 @@ def _copy_page(ctx, source, target, barrier, *places, transforms: Any, box: tupl
 
 
 class _Barrier:
-    """What Pallas's copies ask of a barrier."""
+    """Interface of a barrier for Pallas's copies."""
 
     def __init__(self, address):
         self.address = address
@@ -294,7 +294,7 @@ def _tile_slots_interpreted(slots: Any, first: Any) -> Any:
 
 
 def _in_order(held: Any) -> Any:
-    """What `tile_slots` gives in the interpreter, as the slots are in memory."""
+    """Interpreter form of `tile_slots`, in the order of the slots in memory."""
     return held.reshape(-1, WARP, 2)[0].T.reshape(-1)
 
 

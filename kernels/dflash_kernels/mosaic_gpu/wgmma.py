@@ -95,7 +95,7 @@ def side_by_side(multiply: Callable[..., Any], starts: Sequence[Any]) -> Any:
 
 
 def add_side_by_side(multiply: Callable[..., None], sums: Sequence[Any]) -> Any:
-    """What an `Accumulator` for each of `sums`, which they start as, ends as after `multiply(accumulators)`."""
+    """Runs `multiply(accumulators)` with an `Accumulator` that starts as each of `sums`, and returns their final values."""
     if not interpreting():
         return pl.run_state(lambda totals: multiply([Accumulator(one) for one in totals]))(
             [plgpu.ACC.init(one) for one in sums]

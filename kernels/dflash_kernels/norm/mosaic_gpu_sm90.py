@@ -68,7 +68,7 @@ def reduce_add_norm(
 
 
 def own_sums(parts: jax.Array, dtype: Any, interpret: Any = None) -> jax.Array:
-    """What `reduce_add_norm` hands the other ranks: the sum of `parts [S, M, D]`. For the interpreter, which has no other ranks."""
+    """Interpreter form of `reduce_add_norm`'s exchange: the sum of `parts [S, M, D]`. It has no other ranks."""
 
     def body(parts, sums):
         row = lax.axis_index("row")
@@ -87,7 +87,7 @@ def sums_add_norm(
     *,
     zero_centered: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """What `reduce_add_norm` does with all ranks' `sums [n, M, D]`. For the interpreter."""
+    """Interpreter form of `reduce_add_norm` on all ranks' `sums [n, M, D]`."""
 
     def body(sums, before, weight, rows, normed):
         row = lax.axis_index("row")

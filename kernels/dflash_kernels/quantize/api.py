@@ -53,7 +53,7 @@ def quantize_tensor(
 def dequantize_tensor(
     x: Float[Array, "*rows D"], scale: Float[Array, ""] | float = 1.0, dtype: Any = jnp.float32
 ) -> Float[Array, "*rows D"]:
-    """What values of `quantize_tensor` stand for, `x * scale` in float32 and then in `dtype`; NaN stays NaN.
+    """Inverse of `quantize_tensor`: `x * scale` in float32 and then in `dtype`; NaN stays NaN.
 
     Compilers drop a conversion to eight bits and back, so bits are read here.
 

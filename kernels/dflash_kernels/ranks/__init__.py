@@ -1,1 +1,1 @@
-"""What GPUs tell one another in kernels of this package's own: memory for it, and words of all put side by side."""
+"""Exchanges between GPUs inside kernels of this package: their memory, and the gather of a few words of all."""

@@ -1,1 +1,1 @@
-"""Which tokens a query sees by the scores of an indexer (DeepSeek sparse attention): scores over pages, and the choice."""
+"""The indexer of DeepSeek sparse attention: scores over pages, and the selection of the tokens that a query sees."""

@@ -295,7 +295,7 @@ class Tiles:
             gathered()
 
     def bits(self, slots):
-        """Which of a tile's keys are rows of the pool, as two words, where rows are named."""
+        """Bit mask, in two words, of a tile's keys that are rows of the pool, where rows are named."""
         return named_bits(self.pages_ref, slots) if self.launch.selected else []
 
     def named(self, bits):
@@ -358,7 +358,7 @@ class Tiles:
 
 
 class Consumer:
-    """What the two warpgroups make of the tiles: scores, softmax, values, and the epilogue."""
+    """Consumer of the two warpgroups: scores, softmax, values, and the epilogue."""
 
     def __init__(self, tiles: Tiles, o_ref, lse_ref):
         self.tiles, self.o_ref, self.lse_ref = tiles, o_ref, lse_ref

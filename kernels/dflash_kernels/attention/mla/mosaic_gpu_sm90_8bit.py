@@ -84,7 +84,7 @@ def attention(
 
 
 class _Launch:
-    """What `paged_kv` reads of a launch, for one key head and no window."""
+    """Launch as `paged_kv` reads it, for one key head and no window."""
 
     stages, keys, kv_heads, window, items, evict_first = _STAGES, KEYS, 1, (None, None), 0, False
     block_rows = rows = NARROW_ROWS
@@ -97,7 +97,7 @@ class _Launch:
 
 @dataclass(frozen=True)
 class Cta:
-    """What the parts of a CTA's program share: arrays and buffers by name, the producer of tiles, the launch."""
+    """State of a CTA's program: arrays and buffers by name, the producer of tiles, the launch."""
 
     refs: dict[str, Any]
     buffers: dict[str, Any]

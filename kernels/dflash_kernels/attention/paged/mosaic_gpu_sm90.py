@@ -147,7 +147,7 @@ def scratch(launch: Launch, dtype: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Cta:
-    """What the parts of a CTA's program share.
+    """State of a CTA's program, which its functions share.
 
     Attributes:
       refs, buffers: arrays in global memory, and shared memory and barriers, by name.

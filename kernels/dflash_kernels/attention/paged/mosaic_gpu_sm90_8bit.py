@@ -185,7 +185,7 @@ def _arrivals(stored: Any, buffers: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Cta:
-    """What the parts of a CTA's program share.
+    """State of a CTA's program, which its functions share.
 
     Attributes:
       refs, buffers: arrays in global memory, and shared memory and barriers, by name.
@@ -256,7 +256,7 @@ def _ring_pages(cta: Cta) -> list[Any]:
 
 
 def _scale_log2(cta: Cta, common: Any) -> Any:
-    """What a score is multiplied with, by query row; for int8, besides the key's scale, `common` for all where there is such."""
+    """Factor of a score by query row; for int8, besides the key's scale, `common` for all rows if there is one."""
     unit = cta.launch.scale * (1.0 if cta.launch.soft_cap else LOG2E)
     if cta.stored == jnp.int8:
         return _factors(cta) * unit if common is None else common * unit

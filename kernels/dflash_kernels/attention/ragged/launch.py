@@ -1,4 +1,4 @@
-"""How a call of the Hopper kernel is cut into blocks of query rows, and the order in which they are worked through."""
+"""Launch planning of ragged attention on Hopper: blocks of query rows, and their order."""
 
 import dataclasses
 import math

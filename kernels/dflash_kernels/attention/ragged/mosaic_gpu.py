@@ -103,7 +103,7 @@ def _copied_pages(pages: Array, page_table: Int[Array, "B W"], scale: Array | No
 
 
 def tuning_key(q: Array, k: Array, v: Array, causal: bool) -> tuple[dict[str, Any], dict[str, int]]:
-    """What the table of choices knows a call by; keys packed or in pages."""
+    """Key of a call in the tuning table; keys packed or in pages."""
     paged = k.ndim == 4
     exact = {"dtype": str(q.dtype), "head_dim": q.shape[-1], "value_dim": v.shape[-1], "causal": causal, "paged": paged}
     heads = {"heads": q.shape[1], "kv_heads": k.shape[1]}

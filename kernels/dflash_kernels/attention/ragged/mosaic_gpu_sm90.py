@@ -480,7 +480,7 @@ class Consumer:
         return mask
 
     def _bias(self, block, tile):
-        """What ALiBi's slope multiplies."""
+        """Factor of ALiBi's slope."""
         keys, shape = places(self.launch.keys, ROWS)
         ahead = keys - spread(self._positions(block) + block.shift - tile * self.launch.keys, shape)
         if self.launch.alibi_sqrt:

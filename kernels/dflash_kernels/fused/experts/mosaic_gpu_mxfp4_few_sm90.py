@@ -93,7 +93,7 @@ class Item:
 
 @dataclasses.dataclass(frozen=True)
 class Cta:
-    """What the functions of the CTA program share.
+    """State of a CTA's program, which its functions share.
 
     Attributes:
       stages: products that this launch runs, in order.

@@ -52,7 +52,7 @@ def program(plan: Mxfp4Plan) -> Callable[..., None]:
 
 
 def scratch(plan: Mxfp4Plan, dtype: Any) -> dict[str, Any]:
-    """That of a few tokens, with a barrier for the token's row and one for each choice's."""
+    """Shared memory of the launch for a few tokens, with a barrier for the token's row and one for each choice's."""
     return few.scratch(plan, dtype) | {"rows_in": plgpu.Barrier(num_barriers=1 + plan.top_k)}
 
 
@@ -64,7 +64,7 @@ class OneToken(Cta):
     """See `Cta`. A group is a choice, and rows of both products have a buffer each: `Item.turn` is 0 or 1."""
 
     def dealt(self, stage: str) -> tuple[Any, Callable[[Any], Any]]:
-        """How many work items of a product this CTA has, and which one each is, in rising order."""
+        """Work items of a product that this CTA has, in rising order, and their number."""
         plan, index, total = self.plan, self.index, self.plan.top_k * self.of_group(stage)
         if stage == GATED:
             return div(total - index + plan.ctas - 1, plan.ctas), lambda turn: index + turn * plan.ctas

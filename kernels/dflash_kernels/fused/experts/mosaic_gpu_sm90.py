@@ -88,7 +88,7 @@ def _scratch(plan: Plan, dtype: Any) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Cta:
-    """What the functions of the CTA program share.
+    """State of a CTA's program, which its functions share.
 
     Attributes:
       stages: products that this launch runs, in order.

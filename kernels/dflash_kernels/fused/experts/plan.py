@@ -19,7 +19,7 @@ MOST_TAKEN = 32  # a lane holds a choice
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """How a token's weights come from its logits: the softmax of those it takes (normed) or of all, times a scale.
+    """Routing weights of a token from its logits: the softmax of those it takes (normed) or of all, times a scale.
 
     shared: every token takes the last expert as well, weighted by the sigmoid of its logit, which is no part of the softmax.
     """

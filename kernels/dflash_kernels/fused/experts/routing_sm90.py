@@ -1,4 +1,4 @@
-"""Which rows an expert has, on Hopper: the router, and a counting sort of a call's entries by expert.
+"""Routing on Hopper: the router, and a counting sort of a call's entries by expert.
 
 Every CTA sorts for itself, in shared memory. For many tokens the router is a launch of its own.
 """
@@ -297,7 +297,7 @@ def _groups(plan: Plan, count: Any) -> Any:
 
 
 def _packed(plan: Plan, count: Any) -> Any:
-    """How many entries an expert has and how many groups, in one word."""
+    """An expert's numbers of entries and of groups, in one word."""
     return th.add(count, th.mul(_groups(plan, count), _PLACES))
 
 

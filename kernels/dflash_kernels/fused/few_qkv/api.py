@@ -15,7 +15,7 @@ IMPLEMENTATIONS = {"mosaic_gpu": few_qkv_write_mosaic_gpu, "xla": few_qkv_write_
 
 
 class FewQkvWritten(NamedTuple):
-    """What `few_qkv_write` returns: queries `[M, N, H]`, and the pools."""
+    """Result of `few_qkv_write`: queries `[M, N, H]`, and the pools."""
 
     q: Array
     k_pages: Array

@@ -27,7 +27,7 @@ def refuse(
 
 
 class AddNorm(NamedTuple):
-    """What `few_qkv_write` adds to the stream and norms it with, as `add_norm`: `parts [S, 1, D]` float32, `weight [D]`."""
+    """Residual sum and norm before `few_qkv_write`, as its `add_norm`: `parts [S, 1, D]` float32, `weight [D]`."""
 
     parts: Array
     weight: Array

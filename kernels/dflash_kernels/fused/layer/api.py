@@ -29,7 +29,7 @@ LAYERS = {"mosaic_gpu": attention_chain_mosaic_gpu, "xla": attention_chain_refer
 
 
 class Chained(NamedTuple):
-    """What `attention_chain` returns: the stream after the layer, the next projection or None, and the pools."""
+    """Result of `attention_chain`: the stream after the layer, the next projection or None, and the pools."""
 
     stream: Array
     projected: Array | None

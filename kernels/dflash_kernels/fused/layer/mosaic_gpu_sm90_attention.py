@@ -457,7 +457,7 @@ def _scores(split: Split, keys: list[Any]) -> Any:
 
 
 def _scale_log2(split: Split) -> Any:
-    """What makes scores exponents of two."""
+    """Factor that makes scores exponents of two."""
     scale = split.attention.scale * LOG2E
     return scale * split.refs["k_scale"][split.head] if split.attention.stages_8bit else scale
 

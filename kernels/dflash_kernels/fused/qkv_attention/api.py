@@ -15,7 +15,7 @@ IMPLEMENTATIONS = {"mosaic_gpu": qkv_attention_mosaic_gpu, "xla": qkv_attention_
 
 
 class QkvAttended(NamedTuple):
-    """What `qkv_attention` returns: heads `[B, T, N, H]`, and the pools."""
+    """Result of `qkv_attention`: heads `[B, T, N, H]`, and the pools."""
 
     out: Array
     k_pages: Array

@@ -244,7 +244,7 @@ def _among(shapes: Attention) -> list[Any]:
 
 @dataclass(frozen=True)
 class Cta:
-    """What the parts of a CTA's program share. Those that share a head's keys take turns with the tiles, and all make its queries.
+    """State of a CTA's program. CTAs that share a head's keys take turns with the tiles, and all make its queries.
 
     Attributes:
       refs, buffers: arrays in global memory, and shared memory and barriers, by name.

@@ -16,7 +16,7 @@ MLA_IMPLEMENTATIONS = {"mosaic_gpu": mla_write_mosaic_gpu, "xla": mla_write_refe
 
 
 class MlaWritten(NamedTuple):
-    """What `mla_write` returns: the queries `[T, N, H]`, and the pool."""
+    """Result of `mla_write`: the queries `[T, N, H]`, and the pool."""
 
     q: Array
     latent_pages: Array

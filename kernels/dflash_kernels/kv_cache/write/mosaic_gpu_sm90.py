@@ -65,7 +65,7 @@ def power_of_two_in(number: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Columns:
-    """How a head's columns are cut: the two halves of its rotary dims, and the rest."""
+    """Split of a head's columns: the two halves of its rotary dims, and the rest."""
 
     half: int
     head_dim: int
@@ -162,7 +162,7 @@ class _Cta:
 
 
 class _Heads:
-    """What a CTA does with its heads: load, norm, rotate, quantize, store."""
+    """Program of a CTA for its heads: load, norm, rotate, quantize, store."""
 
     def __init__(self, cta: _Cta, segment: Segment, first_head: Any):
         self.cta, self.segment, self.first_head = cta, segment, first_head
@@ -206,7 +206,7 @@ class _Heads:
         ]
 
     def _fixed_scales(self) -> list[Any] | None:
-        """What the pieces are divided by; None where nothing is, or where their own numbers say it."""
+        """Scales that divide the pieces; None if nothing divides them, or if their own numbers give the scale."""
         if self.segment.scale is None:
             return None
         scale = self.refs[self.segment.scale]

@@ -17,7 +17,7 @@ KV_IMPLEMENTATIONS = {"mosaic_gpu": kv_write_mosaic_gpu, "xla": kv_write_referen
 
 
 class QkvWritten(NamedTuple):
-    """What `qkv_write` returns: queries `[T, N, H]`, the pools, and keys' scales, new ones for int8 pools."""
+    """Result of `qkv_write`: queries `[T, N, H]`, the pools, and keys' scales, new ones for int8 pools."""
 
     q: Array
     k_pages: Array
@@ -26,7 +26,7 @@ class QkvWritten(NamedTuple):
 
 
 class KvWritten(NamedTuple):
-    """What `kv_write` returns: every layer's pools, and its keys' scales, new ones for int8 pools."""
+    """Result of `kv_write`: every layer's pools, and its keys' scales, new ones for int8 pools."""
 
     k_pages: tuple[Array, ...]
     v_pages: tuple[Array, ...]

@@ -114,7 +114,7 @@ def quantize_output(
 
 
 def dequantize_output(x: QuantizedOutput, width: int, *, column_order: bool = False) -> Float[Array, "M D"]:
-    """What rows of `quantize_output` stand for, in float32, but for nvfp4's global scale: exact, also in bfloat16 where scales are
+    """Values of `quantize_output`'s rows in float32, without nvfp4's global scale: exact, also in bfloat16 where scales are
     bare exponents or e4m3."""
     kind, group = output_format(width, *x, column_order=column_order)
     rows = x.values.shape[0]

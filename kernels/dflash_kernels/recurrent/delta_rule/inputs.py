@@ -1,4 +1,4 @@
-"""What goes in and out of the gated delta rule: sizes, weights, states and factors, and the arithmetic around the recurrence.
+"""Inputs and outputs of the gated delta rule: sizes, weights, states and factors, and the arithmetic around the recurrence.
 
 Letters: B slots, T tokens, Hk key heads, Hv value heads, dk and dv their widths, C channels of the convolution, W columns. All that
 touches the recurrence is float32 at full precision: XLA would take tf32 on GPUs.
@@ -66,7 +66,7 @@ class DeltaWeights(NamedTuple):
 
 
 class DeltaState(NamedTuple):
-    """What slots keep of their tokens: `s`, float32, and the last three rows before the convolution, newest last."""
+    """Recurrent state of slots: `s`, float32, and the last three rows before the convolution, newest last."""
 
     s: Float[Array, "B Hv dk dv"]
     conv: Float[Array, "B 3 C"]
@@ -87,7 +87,7 @@ class DeltaFactors(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """What the recurrence takes, in float32: q is scaled, `g` is the log of a token's decay, at most 0."""
+    """Inputs of the recurrence, in float32: q is scaled, `g` is the log of a token's decay, at most 0."""
 
     q: Float[Array, "B T Hk dk"]
     k: Float[Array, "B T Hk dk"]

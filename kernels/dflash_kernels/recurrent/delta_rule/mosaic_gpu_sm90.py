@@ -166,7 +166,7 @@ class _Head:
         return cum
 
     def _factors(self) -> None:
-        """What rows of keys and queries are multiplied with: `lengths` makes them 1 long, `factors` has `beta` or the scale in it,
+        """Factors of rows of keys and queries: `lengths` makes them 1 long, `factors` has `beta` or the scale in it,
         `entries` the decay since the state as well.
         """
         b = self.buffers
@@ -177,7 +177,7 @@ class _Head:
         b["entries"][...] = factor * jnp.exp(_load(b["decays"]))
 
     def _weigh(self) -> None:
-        """What a token takes of those before it, in `gram`: rows of keys, then of queries."""
+        """Weights of a token for those before it, in `gram`: rows of keys, then of queries."""
         b, shape = self.buffers, (MATRIX_ROWS, MOST)
         of_rows = [rows_of(b[name].at[pl.ds(0, MATRIX_ROWS)], ROW) for name in ("factors", "decays")]
         of_columns = [rows_of(b[name].at[pl.ds(0, MOST)], COLUMN) for name in ("lengths", "decays")]

@@ -1,4 +1,4 @@
-"""What a chunk of 64 tokens of a prompt is without its state, on Hopper: one CTA of one warpgroup for a chunk of a value head.
+"""The state-independent part of a chunk of 64 prompt tokens, on Hopper: one CTA of one warpgroup for a chunk of a value head.
 
 With `cum` the summed logs of decays since the chunk's beginning, `T` the inverse of `I + A` and `A` the strictly lower part of
 `beta_i exp(cum_i - cum_j) K K^T` (https://arxiv.org/abs/2412.06464):

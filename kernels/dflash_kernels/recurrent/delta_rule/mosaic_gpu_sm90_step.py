@@ -108,7 +108,7 @@ class _Head:
             keep() if writes is None else pl.when(writes)(keep)
 
     def _asked(self) -> tuple[Any, ...]:
-        """What `_gates` takes."""
+        """Arguments of `_gates`."""
         column = self.shape.channels + self.shape.value_heads * WIDTH + self.head
         b, a = (self.projected[self.slot, 0, place] for place in (column, column + self.shape.value_heads))
         return b, a, self.a_log[self.head], self.dt_bias[self.head]

@@ -1,4 +1,4 @@
-"""What surrounds a prompt's chunks in every implementation: rows before the convolution, tokens, where states come from and go."""
+"""The code around a prompt's chunks in every implementation: rows before the convolution, tokens, where states come from and go."""
 
 from typing import NamedTuple
 

@@ -37,7 +37,7 @@ from dflash_kernels.recurrent.delta_rule.reference import last_rows
 
 
 class _Chunk(NamedTuple):
-    """What a chunk of c tokens is without its state, by value heads: three products with little between them are left."""
+    """The state-independent part of a chunk of c tokens, by value heads: three products with little between them are left."""
 
     entering: Float[Array, "B Hv 2c dk"]  # what looks into the state: keys times beta and decay, queries times decay
     v: Float[Array, "B Hv c dv"]  # times beta
@@ -189,7 +189,7 @@ def _chunk(tokens: Tokens, shape: DeltaShape) -> _Chunk:
 
 
 def _entered(chunk: _Chunk, s: Float[Array, "*B Hv dk dv"]) -> tuple[Array, Array]:
-    """What queries find in the state `s`, which is read once, and the tokens' writes; both `[..., Hv, c, dv]`."""
+    """Reads of queries from the state `s`, which is loaded once, and the tokens' writes; both `[..., Hv, c, dv]`."""
     found = einsum("...td,...dv->...tv", chunk.entering, s)
     of_keys, of_queries = jnp.split(found, 2, axis=-2)
     return of_queries, einsum("...ij,...jv->...iv", chunk.inverse, chunk.v - of_keys)
