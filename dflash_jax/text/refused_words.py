@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from dflash_jax.errors import TokenizerError
+from dflash_jax.errors import ParameterError, TokenizerError
 from dflash_jax.text.tokenizer import Tokenizer
 
 
@@ -13,6 +13,7 @@ def refused_ids(
 
     Raises:
       TokenizerError: a text needs a tokenizer that the model does not have.
+      ParameterError: of a text the tokenizer makes no tokens.
     """
     found = dict[tuple[int, ...], None]()
     for word in words:
@@ -22,6 +23,10 @@ def refused_ids(
             raise TokenizerError(f"{model_name} has no tokenizer.json: bad_words that are texts need one, ids do not")
         else:
             alone = word.lstrip(" ")
-            for text in (alone, f" {alone}"):
-                found[tuple(tokenizer.encode(text, special=False))] = None
+            spelled = [tuple(tokenizer.encode(text, special=False)) for text in (alone, f" {alone}")]
+            if not all(spelled):
+                raise ParameterError(
+                    f"bad_words holds {word!r:.80}, of which the tokenizer of {model_name} makes no tokens: leave it out"
+                )
+            found |= dict.fromkeys(spelled)
     return tuple(found)

@@ -9,6 +9,7 @@ import tokenizers
 
 from dflash_jax.errors import ConfigError, ParameterError, PromptError, TokenizerError
 from dflash_jax.text.backend import named_errors
+from dflash_jax.text.refused_words import refused_ids
 from dflash_jax.text.tokenizer import MAX_END_TOKENS, MAX_TEMPLATE_BYTES, Tokenizer, end_notice, end_token_ids
 
 from .tokenizers_for_tests import SPECIAL, byte_level
@@ -418,3 +419,12 @@ def test_end_tokens_outside_the_vocabulary_are_told_of() -> None:
     assert end_notice((12, 10), 10) == [
         "no text ends by itself: end tokens (12, 10) lie outside the vocabulary of 10; set eos_token_id in generation_config.json"
     ]
+
+
+def test_a_bad_word_without_tokens_is_refused_and_not_looked_for() -> None:
+    """A vocabulary need not spell every character: such a word had no last token, and asking for it was an error of Python's."""
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0, "b": 1, " ": 2}, []))
+    tokenizer = Tokenizer(backend)
+    assert refused_ids(tokenizer, "m", ["ab", (1,), "b"]) == ((0, 1), (2, 0, 1), (1,), (2, 1))
+    with pytest.raises(ParameterError, match=r"bad_words holds '\\x00', of which the tokenizer of m makes no tokens"):
+        refused_ids(tokenizer, "m", ["a", "\0"])
