@@ -625,8 +625,8 @@ def refuse_quantised(values: Mapping[str, Any]) -> None:
             raise ConfigError(
                 f"config.json says in {key} that the weights are quantised ({method}), expected bfloat16, float16 or float32, or a "
                 "format that is dequantized here: float8 (quant_method fp8 or fbgemm_fp8), modelopt, compressed-tensors, GPTQ, "
-                "AWQ, bitsandbytes, and MXFP4 of gpt-oss. Take another release, or write the checkpoint in bfloat16 with its "
-                "publisher's tool and remove the key"
+                "AWQ, AutoRound, bitsandbytes, and MXFP4 of gpt-oss. Take another release, or write the checkpoint in bfloat16 "
+                "with its publisher's tool and remove the key"
             )
 
 

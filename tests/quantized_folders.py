@@ -203,14 +203,17 @@ def float8_blocks_of_modelopt(shape: tuple[int, ...], rng: np.random.Generator) 
     return {".weight": codes, ".weight_scale": scales[:, None, :, None]}, exact
 
 
-def gptq(bits: int, *, less: int = 1, ordered: bool = True) -> "Maker":
-    """Zeros of 1 to the largest and of 0, which is stored as all ones where one is taken off."""
+def gptq(bits: int, *, less: int = 1, ordered: bool = True, size: int = 8) -> "Maker":
+    """In groups of `size`. Zeros of 1 to the largest and of 0, which is stored as all ones where one is taken off."""
 
     def make(shape: tuple[int, ...], rng: np.random.Generator) -> tuple[Parts, np.ndarray]:
         height, width = shape
-        numbers, zeros = rng.integers(0, 1 << bits, (width, height)), rng.integers(0, 1 << bits, (width // 8, height))
+        numbers, zeros = (
+            rng.integers(0, 1 << bits, (width, height)),
+            rng.integers(0, 1 << bits, (width // size, height)),
+        )
         scales = rng.uniform(0.01, 0.02, zeros.shape).astype(np.float16)
-        index = np.arange(width, dtype=np.int32) // 8
+        index = np.arange(width, dtype=np.int32) // size
         index = rng.permutation(index) if ordered else index
         parts = {
             ".qweight": packed(numbers.T, bits).T, ".qzeros": packed(zeros - less & (1 << bits) - 1, bits),
@@ -301,6 +304,15 @@ def gptq_config(bits: int, **more: Any) -> dict[str, Any]:
     return {"quant_method": "gptq", "bits": bits, "group_size": 8, "desc_act": True, "sym": False, **more}
 
 
+def auto_round_config(bits: int, **more: Any) -> dict[str, Any]:
+    """A `quantization_config` of AutoRound, as it writes it beside its settings."""
+    return {
+        "quant_method": "auto-round", "bits": bits, "group_size": 8, "sym": False, "data_type": "int", "autoround_version": "0.9.1",
+        "packing_format": "auto_round:auto_gptq", "block_name_to_quantize": "model.layers", "iters": 1000, "enable_alg_ext": True,
+        "extra_config": {"lm_head": {"bits": 16, "data_type": "float"}}, "static_kv_granularity": "tensor", **more,
+    }  # fmt: skip
+
+
 _E2M1 = {"num_bits": 4, "type": "float"}
 _LOCAL = _E2M1 | {"strategy": "tensor_group", "group_size": 16, "dynamic": "local"}
 _EIGHT = {"load_in_4bit": False, "_load_in_4bit": False, "load_in_8bit": True, "_load_in_8bit": True}
@@ -325,6 +337,10 @@ RELEASES: dict[str, tuple[Maker, dict[str, Any], str]] = {
     "gptq int3": (gptq(3), gptq_config(3), "GPTQ, int3 in groups of 8"),
     "gptq int3 v2": (gptq(3, less=0, ordered=False), gptq_config(3, checkpoint_format="gptq_v2", desc_act=False), "GPTQ, int3 in"),
     "gptq int8": (gptq(8), gptq_config(8), "GPTQ, int8 in groups of 8"),
+    "auto-round": (gptq(4, ordered=False), auto_round_config(4, extra_config=None), "AutoRound, int4 in groups of 8"),
+    "auto-round int2": (
+        gptq(2, less=0, ordered=False), auto_round_config(2, packing_format="auto_round", extra_config=None), "AutoRound, int2 in",
+    ),
     "nf4": (four_bits("nf4", nested=True), bitsandbytes(), "bitsandbytes, nf4"),
     "nf4 in bfloat16": (
         four_bits("nf4", nested=False, storage="bfloat16"),

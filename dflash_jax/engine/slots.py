@@ -24,7 +24,7 @@ thread to thread as often.
 
 
 def no_sink(ticket: int, what: Update | Exception) -> None:
-    """For requests whose updates nobody reads."""
+    """Sink for requests whose updates nobody reads."""
 
 
 @dataclass(eq=False)

@@ -1,8 +1,8 @@
 """Regenerates golden/quantized.safetensors: matrices as other tools pack them, and as they unpack them again.
 
-    python tests/convert/make_quantized_golden.py AUTOGPTQ AUTOAWQ
+    python tests/convert/make_quantized_golden.py AUTOGPTQ AUTOAWQ AUTOROUND
 
-Needs torch, transformers, compressed-tensors, bitsandbytes, nvidia-modelopt, and the sources of AutoGPTQ and AutoAWQ.
+Needs torch, transformers, compressed-tensors, bitsandbytes, nvidia-modelopt, and the sources of AutoGPTQ, AutoAWQ and AutoRound.
 test_quantized_formats.py reads the result, and needs none of these. A matrix is `CASE.weight` and its tensors; `CASE.dequantized`
 is what the tool makes of them.
 """
@@ -72,6 +72,24 @@ def awq(tool: Any, unpacking: Any) -> dict[str, torch.Tensor]:
     packed = tool.WQLinear_GEMM.from_linear(linear, 4, group, scales=scales, zeros=zeros)
     made = unpacking.dequantize_gemm(packed.qweight, packed.qzeros, packed.scales, 4, group)
     return {"qweight": packed.qweight, "qzeros": packed.qzeros, "scales": packed.scales, "dequantized": made.T}
+
+
+def auto_round(tool: Any, bits: int, group: int, *, symmetric: bool = False) -> dict[str, torch.Tensor]:
+    """Zeros of 1 to the largest; symmetric ones are one number for all."""
+    linear, shape = torch.nn.Linear(COLUMNS, WHOLE_ROWS, bias=False), (WHOLE_ROWS, COLUMNS // group)
+    linear.weight.data *= 0.4
+    scales = (torch.rand(shape) * 0.01 + 0.005).half().float()
+    zeros = 1 << (bits - 1) if symmetric else torch.randint(1, 1 << bits, shape).float()
+    zero = zeros if symmetric else zeros.repeat_interleave(group, 1)
+    spread = scales.repeat_interleave(group, 1)
+    whole = torch.clamp(torch.round(linear.weight / spread + zero), 0, (1 << bits) - 1)
+    linear.weight.data = (whole - zero) * spread  # what its rounding keeps in range
+    packed = tool.QuantLinear(bits, group, COLUMNS, WHOLE_ROWS, bias=False)
+    packed.device = "cpu"  # one of the two asks for it
+    packed.pack(linear, scales, zeros)
+    packed.scales = packed.scales.half()
+    made = packed(torch.eye(COLUMNS, dtype=torch.float16)).T
+    return {**{name: getattr(packed, name) for name in ("qweight", "qzeros", "scales")}, "dequantized": made}
 
 
 def compressed(form: str, dtype: torch.dtype, **weights: Any) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -161,7 +179,7 @@ def eight_bits() -> dict[str, torch.Tensor]:
 def main() -> None:
     torch.manual_seed(0)
     torch.set_grad_enabled(False)
-    autogptq, autoawq = map(Path, sys.argv[1:3])
+    autogptq, autoawq, autoround = map(Path, sys.argv[1:4])
     layers = autogptq / "auto_gptq" / "nn_modules" / "qlinear"
     old, new = (module(name, layers / f"{name}.py") for name in ("qlinear_cuda_old", "qlinear_cuda"))
     for name in ("awq", "awq.utils", "awq.modules", "awq.modules.linear"):  # folders without what their __init__ loads
@@ -172,6 +190,13 @@ def main() -> None:
         importlib.import_module(f"awq.{name}") for name in ("modules.linear.gemm", "utils.packing_utils")
     )
     gemm.get_best_device = lambda: "cpu"
+    for name in ("auto_round", "auto_round.utils", "auto_round_extension", "auto_round_extension.torch"):
+        package = types.ModuleType(name)
+        package.__path__ = [str(autoround / name.replace(".", "/"))]
+        sys.modules[name] = package
+    sys.modules["auto_round.utils"].get_packing_device = lambda device=None: "cpu"
+    less, own = (importlib.import_module(f"auto_round_extension.torch.qlinear_torch{end}") for end in ("_zp", ""))
+    rounded = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": False, "autoround_version": "0.9.0"}
     said = {"bits": 4, "group_size": 32, "desc_act": False, "sym": False, "quant_method": "gptq"}
     four = {
         "quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True,
@@ -230,6 +255,16 @@ def main() -> None:
         "fp4": (
             four_bits("fp4", torch.float16, (ROWS, COLUMNS), nested=False),
             four | {"bnb_4bit_quant_type": "fp4", "bnb_4bit_use_double_quant": False},
+        ),
+        "auto_round": (
+            auto_round(less, 4, 32, symmetric=True),
+            rounded | {"sym": True, "packing_format": "auto_round:auto_gptq"},
+        ),
+        "auto_round_int3": (auto_round(less, 3, 32), rounded | {"bits": 3, "packing_format": "auto_round:gptq"}),
+        "auto_round_zeros": (auto_round(own, 4, 32), rounded | {"packing_format": "auto_round"}),
+        "auto_round_int2": (
+            auto_round(own, 2, 96),
+            rounded | {"packing_format": "auto_round:gptqmodel", "extra_config": {"a": {"bits": 2, "group_size": -1}}},
         ),
         "bitsandbytes_int8": (eight_bits(), {"quant_method": "bitsandbytes", "load_in_8bit": True}),
     }

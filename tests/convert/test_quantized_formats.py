@@ -268,6 +268,24 @@ def test_what_modelopts_own_file_may_say_beside_float8(hf: Any) -> None:
         open_checkpoint(folder)
 
 
+def test_autoround_in_the_order_of_awq(hf):
+    folder, exact = release(hf, "awq")
+    config = json.loads((folder / "config.json").read_text())
+    said = {
+        "quant_method": "auto-round",
+        "bits": 4,
+        "group_size": 8,
+        "sym": False,
+        "packing_format": "auto_round:auto_awq",
+    }
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": said}))
+    checkpoint = open_checkpoint(folder)
+    assert "weights were released in AutoRound, int4 in groups of 8: 21 tensors" in checkpoint.notices[0]
+    found = to_huggingface(checkpoint.family.parameters(checkpoint.config), checkpoint.load("float32"))
+    for name, value in found.items():
+        np.testing.assert_array_equal(value, exact[name].astype(np.float32), err_msg=name)
+
+
 def test_groups_of_modules_in_different_formats(hf):
     """Feed-forwards in int4 and the rest in int8: each tensor's dtype tells which it is."""
     four, eight = (FOLDERS[kind][1]["config_groups"]["group_0"] for kind in ("int4", "int8"))

@@ -16,6 +16,7 @@ from dflash_jax.checkpoints.huggingface import open_checkpoint
 from dflash_jax.checkpoints.quantized import dequantized
 from dflash_jax.checkpoints.quantized.bitsandbytes import Blocks, Nested
 from dflash_jax.checkpoints.quantized.packed import E2M1, table_of
+from dflash_jax.checkpoints.quantized.releases import take_release
 from dflash_jax.checkpoints.quantized.scaled import Scaled
 from dflash_jax.checkpoints.safetensors import Tensor
 from dflash_jax.errors import CheckpointError, ConfigError
@@ -23,9 +24,12 @@ from dflash_jax.models.parameters import to_huggingface
 
 from ..quantized_folders import (
     RELEASES,
+    auto_round_config,
     compressed,
     drawn_float8,
     e2m1,
+    gptq,
+    gptq_config,
     load,
     modelopt,
     nvfp4_of_modelopt,
@@ -169,6 +173,58 @@ def test_where_modelopt_says_it(hf: Any, nested: bool) -> None:
     assert checkpoint.cache_scales is not None
     assert [float(scale.max()) for scale in checkpoint.cache_scales.k] == [0.25, 1.25]
     check_every_number(folder, exact)
+
+
+WIDTHS: dict[str, dict[str, Any]] = {
+    "auto-round": auto_round_config(
+        4,
+        extra_config={
+            "lm_head": {"bits": 16},
+            "a": {"bits": 8, "group_size": 16},
+            "b": {"bits": 2},
+            "c": {"group_size": -1},
+        },
+    ),
+    "GPTQ": gptq_config(
+        4,
+        dynamic={
+            "-:.*lm_head.*": {},
+            "+:a": {"bits": 8, "group_size": 16},
+            "b": {"bits": 2},
+            "+:c": {"group_size": -1},
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", WIDTHS)
+def test_modules_with_other_bits_and_groups(hf: Any, kind: str) -> None:
+    """Shapes tell which they have, whatever patterns name them."""
+    folder, exact = release(hf, "auto-round")
+    config, stored = json.loads((folder / "config.json").read_text()), load(folder / "model.safetensors")
+    own = {"q_proj": gptq(8, size=16), "down_proj": gptq(2), "up_proj": gptq(4, size=64)}
+    for name, tensor in hf.tensors(hf.qwen3_config | SIZES).items():
+        if make := own.get(name.split(".")[-2]):
+            parts, exact[name] = make(tensor.shape, np.random.default_rng(3))
+            stored |= {name.removesuffix(".weight") + end: part for end, part in parts.items()}
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": WIDTHS[kind]}))
+    check_every_number(put(folder, stored), exact)
+    stored[f"{Q}.qzeros"] = stored[f"{Q}.qzeros"][:, :-1]
+    with pytest.raises(CheckpointError) as caught:
+        open_checkpoint(put(folder, stored))
+    assert len(caught.value.problems) == 1
+    assert f"tensor {Q}.qzeros is int32 [4, 15], expected int32 [4, 16]" in caught.value.problems[0]
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_what_autoround_says_beside_other_formats(method: str) -> None:
+    """Its own settings, and of AWQ that symmetric numbers have no zeros, which are stored all the same."""
+    said = {key: value for key, value in auto_round_config(4).items() if key not in ("packing_format", "extra_config")}
+    more = (
+        {"zero_point": False, "version": "gemm"} if method == "awq" else {"desc_act": False, "true_sequential": False}
+    )
+    said |= {"quant_method": method, "provider": "auto-round", **more}
+    assert take_release({"quantization_config": said})[1] is not None
 
 
 def test_older_files_of_bitsandbytes_name_no_method(hf: Any) -> None:
@@ -487,6 +543,26 @@ def test_a_missing_shard_hides_no_other_problem(hf: Any) -> None:
         ),
         ("gptq int3", {"bits": 5}, "bits=5 in quantization_config, expected one of 2, 3, 4, 8"),
         ("gptq int3", {"checkpoint_format": "gptq_p"}, "checkpoint_format='gptq_p'"),
+        ("auto-round", {"packing_format": "auto_round:llm_compressor"}, "packing_format='auto_round:llm_compressor'"),
+        (
+            "auto-round",
+            {"packing_format": "auto_round:auto_awq", "bits": 8},
+            "bits=8 in quantization_config, expected one of 4",
+        ),
+        ("auto-round", {"data_type": "mx_fp"}, "data_type='mx_fp'"),
+        ("auto-round", {"act_bits": 8}, "act_bits=8"),
+        ("auto-round", {"rotation_config": {}}, "not known of AutoRound: rotation_config"),
+        ("auto-round", {"extra_config": {"a": {"bits": 5}}}, r"bits=5 in quantization_config\.extra_config\.a"),
+        (
+            "auto-round",
+            {"extra_config": {"a": {"group_size": 0}}},
+            r"group_size in quantization_config\.extra_config\.a must be",
+        ),
+        (
+            "auto-round",
+            {"extra_config": {"a": {"data_type": "nv_fp"}}},
+            r"data_type='nv_fp' in quantization_config\.extra_config\.a",
+        ),
         ("nf4", {"bnb_4bit_quant_type": "nf3"}, "bnb_4bit_quant_type='nf3'"),
         ("nf4", {"bnb_8bit": True}, "not known of bitsandbytes: bnb_8bit"),
         ("bitsandbytes int8", {"llm_int8_has_fp16_weight": True}, "llm_int8_has_fp16_weight=True"),

@@ -50,9 +50,9 @@ def pair(shared: Pair) -> Pair:
 @pytest.fixture(autouse=True)
 def nan_in_new_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     """The states of every new batch, and of every slot that is about to be given its first piece or a snapshot."""
-    from dflash_jax.engine import scheduler
+    from dflash_jax.engine import batch
 
-    make, enter = scheduler.empty_state, scheduler.Batch.begin
+    make, enter = batch.empty_state, batch.Batch.begin
 
     def poisoned(*args):
         state = make(*args)
@@ -63,8 +63,8 @@ def nan_in_new_slots(monkeypatch: pytest.MonkeyPatch) -> None:
         batch.keep(replace(batch.state, recurrent=states))
         enter(batch, job)
 
-    monkeypatch.setattr(scheduler, "empty_state", poisoned)
-    monkeypatch.setattr(scheduler.Batch, "begin", begin)
+    monkeypatch.setattr(batch, "empty_state", poisoned)
+    monkeypatch.setattr(batch.Batch, "begin", begin)
 
 
 def served(pair: Pair, prompts, params=PARAMS):

@@ -17,6 +17,7 @@ from dflash_jax.checkpoints.quantized.dequantized import Decoder
 from dflash_jax.checkpoints.quantized.grouped import SUFFIXES, Grouped, finder
 from dflash_jax.checkpoints.quantized.packed import whole_numbers
 from dflash_jax.checkpoints.quantized.release import Release, check_names, group_size, one_of, refuse_unknown
+from dflash_jax.checkpoints.quantized.tuning import TUNING, check_tuning
 from dflash_jax.checkpoints.safetensors import Tensor
 
 # What was done to find the numbers, and what engines would do with them.
@@ -28,7 +29,7 @@ _KNOWN = (
 _CHANNELS = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
-class _Awq(Grouped):
+class Awq(Grouped):
     """A matrix packed along output channels, in the order of AWQ's kernels."""
 
     def read_codes(self, first: int, last: int) -> tuple[np.ndarray, Decoder]:
@@ -50,12 +51,14 @@ class _Awq(Grouped):
 
 def read_awq(said: Mapping[str, Any]) -> Release:
     """The release that a `quantization_config` of this method tells of. Raises ConfigError for what is not read."""
-    refuse_unknown("AWQ", said, _KNOWN)
+    refuse_unknown("AWQ", said, [*_KNOWN, *TUNING])
+    check_tuning(said)
     bits, size = one_of(said, "bits", (4,)), group_size(said)
-    one_of(said, "zero_point", (None, True))
+    # AutoRound stores the zeros of symmetric numbers too.
+    one_of(said, "zero_point", (None, True, False) if said.get("provider") == "auto-round" else (None, True))
     one_of(said, "pack_dtype", (None, "int32"))
     for key in ("version", "format", "checkpoint_format"):  # whichever a tool has
         one_of(said, key, (None, "gemm", "GEMM"))
     check_names(said, "modules_to_not_convert")
     groups = f"in groups of {size}" if size else "with a scale for each row"
-    return Release(f"AWQ, int{bits} {groups}", None, finder(_Awq, bits, size, packed_inputs=False), SUFFIXES)
+    return Release(f"AWQ, int{bits} {groups}", None, finder(Awq, [(bits, size)], packed_inputs=False), SUFFIXES)

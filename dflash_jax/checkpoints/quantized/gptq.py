@@ -15,11 +15,14 @@ from typing import Any
 import numpy as np
 
 from dflash_jax.checkpoints.quantized.dequantized import Decoder, read_columns
-from dflash_jax.checkpoints.quantized.grouped import SUFFIXES, Grouped, finder
+from dflash_jax.checkpoints.quantized.grouped import SUFFIXES, Grouped, finder, widths_of
 from dflash_jax.checkpoints.quantized.packed import unpacked, whole_numbers
 from dflash_jax.checkpoints.quantized.release import Release, check_names, group_size, one_of, refuse_unknown
+from dflash_jax.checkpoints.quantized.tuning import TUNING, check_tuning
 
-# What was done to find the numbers, and what engines would do with them. `dynamic` leaves modules out: the tensors tell.
+BITS = (2, 3, 4, 8)
+# What was done to find the numbers, and what engines would do with them. `dynamic` leaves modules out, which the tensors tell, or
+# gives them other widths.
 _KNOWN = (
     "act_group_aware adapter backend batch_size bits block_name_to_quantize cache_block_outputs checkpoint_format damp_percent "
     "dataset desc_act disable_exllama dynamic exllama_config format group_size is_marlin_format lm_head max_input_length meta "
@@ -29,7 +32,7 @@ _KNOWN = (
 ).split()
 
 
-class _FirstGptq(Grouped):
+class FirstGptq(Grouped):
     """A matrix whose zeros are stored less 1."""
 
     less = 1
@@ -45,7 +48,7 @@ class _FirstGptq(Grouped):
         return (numbers + np.uint8(self.less)) & np.uint8((1 << self.bits) - 1)
 
 
-class _SecondGptq(_FirstGptq):
+class SecondGptq(FirstGptq):
     """A matrix whose zeros are stored as they are."""
 
     less = 0
@@ -53,13 +56,15 @@ class _SecondGptq(_FirstGptq):
 
 def read_gptq(said: Mapping[str, Any]) -> Release:
     """The release that a `quantization_config` of this method tells of. Raises ConfigError for what is not read."""
-    refuse_unknown("GPTQ", said, _KNOWN)
-    bits, size = one_of(said, "bits", (2, 3, 4, 8)), group_size(said)
+    refuse_unknown("GPTQ", said, [*_KNOWN, *TUNING])
+    check_tuning(said)
+    bits, size = one_of(said, "bits", BITS), group_size(said)
     one_of(said, "pack_dtype", (None, "int32"))
     one_of(said, "is_marlin_format", (None, False))
     check_names(said, "modules_to_not_convert")
     form = said.get("checkpoint_format")
     form = one_of(said, "format" if form is None else "checkpoint_format", (None, "gptq", "gptq_v2"))
-    make = _SecondGptq if form == "gptq_v2" else _FirstGptq
+    widths = [(bits, size), *widths_of(said, "dynamic", (bits, size), BITS)]
+    make = SecondGptq if form == "gptq_v2" else FirstGptq
     groups = f"in groups of {size}" if size else "with a scale for each row"
-    return Release(f"GPTQ, int{bits} {groups}", None, finder(make, bits, size, packed_inputs=True), SUFFIXES)
+    return Release(f"GPTQ, int{bits} {groups}", None, finder(make, widths, packed_inputs=True), SUFFIXES)

@@ -2,18 +2,21 @@
 
 X.scales  [G, F], one for each group and output channel
 X.qzeros  int32 [G, F * bits / 32], packed along output channels
+
+Some modules may have more bits or other groups than the rest; the tensors' shapes tell.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 
 from dflash_jax.checkpoints.quantized.dequantized import Decoder, Matrix, Rows, read_columns, read_spread, scales
 from dflash_jax.checkpoints.quantized.packed import unit
-from dflash_jax.checkpoints.quantized.release import Found
+from dflash_jax.checkpoints.quantized.release import KEY, Found, group_size, one_of
 from dflash_jax.checkpoints.safetensors import Tensor, chunks
 from dflash_jax.options import FLOAT_DTYPES
 
@@ -66,23 +69,45 @@ class Grouped(Matrix):
         return found, slice(first - low * numbers, last - low * numbers)
 
 
+# Bits, and input channels of a group, None for all.
+type Widths = tuple[int, int | None]
+
+
+def widths_of(said: Mapping[str, Any], key: str, most: Widths, permitted: tuple[int, ...]) -> list[Widths]:
+    """Those of modules that a key names with bits or groups of their own; of 16 bits and more none. Raises ConfigError for what is
+    not read.
+
+    Args:
+      most: what a module has where nothing is said of it.
+      permitted: bits.
+    """
+    modules, found = said.get(key), list[Widths]()
+    for name, own in modules.items() if isinstance(modules, Mapping) else ():
+        if not isinstance(own, Mapping):
+            continue
+        bits, where = own.get("bits"), f"{KEY}.{key}.{name}"
+        if not (type(bits) is int and bits >= 16):  # nothing of it is quantized then
+            bits = most[0] if bits is None else one_of(own, "bits", permitted, where)
+            found.append((bits, most[1] if own.get("group_size") is None else group_size(own, where)))
+    return [one for one in dict.fromkeys(found) if one != most]
+
+
 def finder(
-    make: Callable[..., Grouped], bits: int, group: int | None, *, packed_inputs: bool
+    make: Callable[..., Grouped], widths: Sequence[Widths], *, packed_inputs: bool
 ) -> Callable[[Mapping[str, Tensor], Collection[str], list[str]], dict[str, Found]]:
     """See `Release.find`.
 
     Args:
       make: the class of the matrices.
-      group: input channels of a group; None for all.
+      widths: those that modules have, those of most first.
       packed_inputs: whether a word of codes holds input channels, otherwise output channels.
     """
-    return partial(_find, make, bits, group, packed_inputs)
+    return partial(_find, make, widths, packed_inputs)
 
 
 def _find(
     make: Callable[..., Grouped],
-    bits: int,
-    group: int | None,
+    widths: Sequence[Widths],
     packed_inputs: bool,
     tensors: Mapping[str, Tensor],
     lost: Collection[str],
@@ -99,7 +124,13 @@ def _find(
         bias = tensors.get(f"{module}.bias")
         if bias is not None and not any(piece.any() for piece in chunks(bias)):
             names.append(bias.name)  # older tools give every module one
-        matrix = _matrix(make, bits, group, packed_inputs, module, parts, problems)
+        matrix, tried = None, list[list[str]]()
+        for one in widths:
+            tried.append([])
+            matrix = _matrix(make, *one, packed_inputs, module, parts, tried[-1])
+            if matrix is not None:
+                break
+        problems += min(tried, key=len)  # none where they fit, otherwise of those that nearly do
         found[weight] = Found(matrix, names)
     return found
 
@@ -113,7 +144,7 @@ def _matrix(
     parts: Mapping[str, Tensor],
     problems: list[str],
 ) -> Grouped | None:
-    """A module's matrix; None with what is wrong with its tensors."""
+    """A module's matrix of these widths; None with what is wrong with its tensors."""
     codes, (numbers, words) = parts[".qweight"], unit(bits)
     if missing := [module + suffix for suffix in (".qzeros", ".scales") if suffix not in parts]:
         problems.append(f"tensor {codes.name} has no {' and no '.join(missing)}; fetch the tensors again")

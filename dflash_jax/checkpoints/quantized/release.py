@@ -85,13 +85,13 @@ def positive_pair(value: Any) -> tuple[int, int] | None:
     return None
 
 
-def group_size(said: Mapping[str, Any]) -> int | None:
+def group_size(said: Mapping[str, Any], where: str = KEY) -> int | None:
     """Columns of a group; None where all are in one. Raises ConfigError for what is no size."""
     size = said.get("group_size")
     if size is None or size == -1:
         return None
     if isinstance(size, bool) or not isinstance(size, int) or size <= 0:
         raise ConfigError(
-            f"config.json: group_size in {KEY} must be a positive integer, or -1 for one group, got {shown(size)}"
+            f"config.json: group_size in {where} must be a positive integer, or -1 for one group, got {shown(size)}"
         )
     return size

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from dflash_jax.checkpoints.converted import main_dtype
+from dflash_jax.checkpoints.quantized.auto_round import read_auto_round
 from dflash_jax.checkpoints.quantized.awq import read_awq
 from dflash_jax.checkpoints.quantized.bitsandbytes import read_bitsandbytes
 from dflash_jax.checkpoints.quantized.compressed import read_compressed
@@ -19,6 +20,7 @@ from dflash_jax.options import FLOAT_DTYPES
 
 # By `quant_method`. Each reads the `quantization_config`, and raises ConfigError for what it does not read.
 FORMATS: Mapping[str, Callable[[Mapping[str, Any]], Release]] = {
+    "auto-round": read_auto_round,
     "awq": read_awq,
     "bitsandbytes": read_bitsandbytes,
     "compressed-tensors": read_compressed,
