@@ -391,7 +391,7 @@ def cycle_workspaces(setup: Setup, weights: Weights, page_table: Any, state: Dec
 
 
 def _most_tokens(setup: Setup) -> int:
-    """Of a slot, for which a head's best rows are asked at once."""
+    """The largest number of a slot's tokens for which a head's best rows are computed at once."""
     return max(setup.offered, 0 if setup.draft is None else setup.draft.block_size)
 
 

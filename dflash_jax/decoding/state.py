@@ -6,12 +6,12 @@ from typing import Any, Literal, NamedTuple, no_type_check
 
 import jax
 import jax.numpy as jnp
-from dflash_kernels import DeltaState
 from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.attention.mla import BY_ARITHMETIC, LatentForm
 from dflash_jax.cache.groups import tables_of
 from dflash_jax.cache.pages import Pages
+from dflash_jax.cache.recurrent import State
 from dflash_jax.config import DecoderConfig
 from dflash_jax.decoding.adjustments import Adjustments
 from dflash_jax.decoding.draft_window import columns
@@ -227,7 +227,7 @@ def page_shape(pages: Pages, table_width: int) -> PageShape | None:
 
 
 def _dtype(weights: Mapping[str, Mapping[str, Any]]) -> jnp.dtype:
-    """Of activations: that of the target's embeddings."""
+    """Dtype of activations: that of the target's embeddings."""
     return jnp.dtype(weights["target"]["embed.weight"].dtype)
 
 
@@ -263,7 +263,7 @@ class DecodeState:
     request: RequestArrays
     target_pages: Pages
     draft_pages: Pages
-    recurrent: tuple[DeltaState, ...] = ()
+    recurrent: tuple[State, ...] = ()
     adjust: Adjustments | None = None
     shift: Int[Array, "B"] | None = None
 

@@ -56,7 +56,7 @@ class Block(NamedTuple):
         return unary, rows, rows if self.tokens is None else self.tokens[rows]
 
     def named(self, values: Float[Array, "B g V"]) -> Float[Array, "B g S"]:
-        """Of numbers that belong to tokens those of the columns of `logits`."""
+        """Selects from numbers of all tokens those of the columns of `logits`."""
         rows = self.listed
         if self.tokens is not None:
             tokens = self.tokens if rows is None else self.tokens[rows]
