@@ -1,8 +1,9 @@
-"""Small random hybrid pairs: gated delta nets beside gated attention, in every arrangement of heads."""
+"""Small random hybrid pairs: gated delta nets beside gated attention, in every arrangement of heads, and short convolutions."""
 
 from dataclasses import replace
 
 from dflash_jax.config import RopeConfig
+from dflash_jax.models.lfm2 import Lfm2Config
 from dflash_jax.models.qwen3_5 import Qwen35Config
 
 from .random_pair import VOCAB, Pair, draft_config
@@ -27,6 +28,16 @@ def hybrid_moe_config(**changes) -> Qwen35Config:
     return hybrid_config(**experts | changes)
 
 
+def conv_config(**changes) -> Lfm2Config:
+    """Four layers, three of them short convolutions, the last two with experts."""
+    base = Lfm2Config(
+        vocab_size=VOCAB, hidden_size=40, intermediate_size=64, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=16,
+        rope=RopeConfig(theta=1e4), windows=(None,) * 4, full_layers=(2,), conv_taps=3, num_experts=4, experts_per_token=2,
+        moe_intermediate_size=24, num_dense_layers=2,
+    )  # fmt: skip
+    return replace(base, **changes)
+
+
 def quiet(weights) -> None:
     """A drafter that is right now and then: it shares the target's embedding, and its own layers say little."""
     for name in weights["draft"]:
@@ -34,7 +45,7 @@ def quiet(weights) -> None:
             weights["draft"][name] = weights["draft"][name] * 0.0
 
 
-def hybrid_pair(target: Qwen35Config | None = None, **options) -> Pair:
+def hybrid_pair(target: Qwen35Config | Lfm2Config | None = None, **options) -> Pair:
     """An engine over a hybrid target whose drafter's proposals stand now and then."""
     draft = draft_config(**options.pop("draft", {}))
     return Pair(hybrid_config() if target is None else target, draft, edit=options.pop("edit", quiet), **options)

@@ -4,13 +4,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from dflash_kernels import delta_prefill, index_select
+from dflash_kernels import index_select
 from dflash_kernels.attention.index.reference import head_scores
 from jaxtyping import Array, Bool, Float
 
 from dflash_jax.attention.mla import LatentLayer
 from dflash_jax.cache.recurrent import zero_state
-from dflash_jax.models.delta_net import DeltaNet
 from dflash_jax.models.layers import Attention, Cache, IndexRows, Rotary
 
 
@@ -37,14 +36,13 @@ class DenseAttend:
         sinks = None if layer.sinks is None else layer.sinks[...]
         return masked_attention(q, k, v, visible, layer.scale, sinks, layer.soft_cap), cache
 
-    def delta(self, layer: DeltaNet, projected: Array, cache: Cache = None) -> tuple[Array, Cache]:
-        """Gated delta nets that begin with the tokens: `projected [B,T,W]` to `[B,T,Hv*dv]`."""
+    def delta(self, layer: Any, projected: Array, cache: Cache = None) -> tuple[Array, Cache]:
+        """Mixers that keep states, which begin with the tokens: `projected [B,T,W]` to `[B,T,O]`."""
         rows, tokens = projected.shape[:2]
         every = jnp.ones(rows, bool)
-        out, _ = delta_prefill(
-            projected, layer.weights, zero_state(rows, layer.shape, projected.dtype), layer.shape, eps=layer.eps,
-            slots=jnp.arange(rows), follows=~every, fresh=every, lengths=jnp.full(rows, tokens),
-            implementation="xla",  # kernels have no gradients
+        out, _ = layer.prefill(
+            projected, zero_state(rows, layer.shape, projected.dtype), slots=jnp.arange(rows), follows=~every, fresh=every,
+            lengths=jnp.full(rows, tokens), **layer.differentiable,
         )  # fmt: skip
         return out, cache
 

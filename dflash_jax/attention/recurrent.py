@@ -1,4 +1,4 @@
-"""Attention over pages beside gated delta nets over states of slots: what hybrid targets are called with.
+"""Attention over pages beside mixers over states of slots: what hybrid targets are called with.
 
 Verification reads a slot's state and keeps factors of the verified tokens, from which the state after any number of them can be
 made; it is made once it is known how many stand. So nothing is copied for tokens that are rejected.
@@ -10,17 +10,20 @@ from typing import Any, no_type_check
 
 import jax
 import jax.numpy as jnp
-from dflash_kernels import DeltaFactors, DeltaState, delta_fold, delta_prefill, delta_step, delta_verify
+from dflash_kernels import DeltaFactors, delta_fold
+from dflash_kernels.recurrent.short_conv import ConvFactors, conv_fold
 from jaxtyping import Array, Bool, Int
 
 from dflash_jax.attention.indexed import IndexedCache, IndexedPages
 from dflash_jax.attention.paged import PagedAttend
 from dflash_jax.cache.pages import Pages
-from dflash_jax.models.delta_net import DeltaNet
+from dflash_jax.cache.recurrent import State
 from dflash_jax.models.layers import Attention, Rotary
 
-# Of one gated delta net: the layer, its projection and its state, to the output, the state after it and factors of its tokens.
-type Mix = Callable[[DeltaNet, Array, DeltaState], tuple[Array, DeltaState, DeltaFactors | None]]
+type Factors = DeltaFactors | ConvFactors
+# Of one mixer that keeps a state, `models.delta_net.DeltaNet` or `models.short_conv.ShortConv`: the layer, its projection and its
+# state, to the output, the state after it and factors of its tokens.
+type Mix = Callable[[Any, Array, State], tuple[Array, State, Factors | None]]
 
 
 @no_type_check  # JAX rebuilds pytrees with shapes and placeholders in place of arrays
@@ -31,13 +34,13 @@ class HybridCache:
 
     Attributes:
       pages: of layers with attention.
-      states: of slots, one for each gated delta net.
+      states: of slots, one for each layer that keeps such.
       factors: of verified tokens, which are not in the states yet; None where states are final.
     """
 
     pages: Pages
-    states: tuple[DeltaState, ...]
-    factors: tuple[DeltaFactors | None, ...]
+    states: tuple[State, ...]
+    factors: tuple[Factors | None, ...]
 
 
 class HybridAttend:
@@ -45,7 +48,7 @@ class HybridAttend:
 
     Args:
       paged: what layers with attention are called with.
-      mix: what gated delta nets do.
+      mix: what layers with states do.
     """
 
     def __init__(self, paged: PagedAttend, mix: Mix):
@@ -55,7 +58,7 @@ class HybridAttend:
         out, pages = self.paged(layer, qkv, rotary, cache.pages)
         return out, replace(cache, pages=pages)
 
-    def delta(self, layer: DeltaNet, projected: Array, cache: HybridCache) -> tuple[Array, HybridCache]:
+    def delta(self, layer: Any, projected: Array, cache: HybridCache) -> tuple[Array, HybridCache]:
         """See `DeltaAttend`."""
         i = layer.index
         out, state, factors = self.mix(layer, projected, cache.states[i])
@@ -63,9 +66,7 @@ class HybridAttend:
         return out, replace(cache, states=states, factors=(*kept, *cache.factors[i + 1 :]))
 
 
-def verifying(
-    paged: PagedAttend, pages: Pages, states: tuple[DeltaState, ...], live: Bool[Array, "B"]
-) -> tuple[Any, Any]:
+def verifying(paged: PagedAttend, pages: Pages, states: tuple[State, ...], live: Bool[Array, "B"]) -> tuple[Any, Any]:
     """Attention and cache for verification: `paged` over `pages`, with states or indexers if the target has any.
 
     Slots that are not live keep their states.
@@ -73,10 +74,10 @@ def verifying(
     One token alone always stands: then states are final at once, and there are no factors.
     """
 
-    def mix(layer: DeltaNet, projected: Array, state: DeltaState) -> tuple[Array, DeltaState, DeltaFactors | None]:
+    def mix(layer: Any, projected: Array, state: State) -> tuple[Array, State, Factors | None]:
         if projected.shape[1] == 1:
-            return *delta_step(projected, layer.weights, state, live, layer.shape, eps=layer.eps), None
-        out, factors = delta_verify(projected, layer.weights, state, layer.shape, eps=layer.eps)
+            return *layer.step(projected, state, live), None
+        out, factors = layer.verify(projected, state)
         return out, state, factors
 
     return _with_states(paged, pages, states, mix)
@@ -85,7 +86,7 @@ def verifying(
 def prefilling(
     paged: PagedAttend,
     pages: Pages,
-    states: tuple[DeltaState, ...],
+    states: tuple[State, ...],
     slots: Int[Array, "n"],
     starts: Int[Array, "n"],
     lengths: Int[Array, "n"],
@@ -97,17 +98,14 @@ def prefilling(
     fresh = starts == 0
     follows = ((slots == jnp.roll(slots, 1)) & ~fresh).at[0].set(False)
 
-    def mix(layer: DeltaNet, projected: Array, state: DeltaState) -> tuple[Array, DeltaState, None]:
-        after = delta_prefill(
-            projected, layer.weights, state, layer.shape, eps=layer.eps, slots=slots, follows=follows, fresh=fresh,
-            lengths=lengths,
-        )  # fmt: skip
+    def mix(layer: Any, projected: Array, state: State) -> tuple[Array, State, None]:
+        after = layer.prefill(projected, state, slots=slots, follows=follows, fresh=fresh, lengths=lengths)
         return *after, None
 
     return _with_states(paged, pages, states, mix)
 
 
-def _with_states(paged: PagedAttend, pages: Pages, states: tuple[DeltaState, ...], mix: Mix) -> tuple[Any, Any]:
+def _with_states(paged: PagedAttend, pages: Pages, states: tuple[State, ...], mix: Mix) -> tuple[Any, Any]:
     if pages.index:
         return IndexedPages(paged), IndexedCache(pages, None)
     if not states:
@@ -115,7 +113,7 @@ def _with_states(paged: PagedAttend, pages: Pages, states: tuple[DeltaState, ...
     return HybridAttend(paged, mix), HybridCache(pages, states, (None,) * len(states))
 
 
-def committed(cache: Any, counts: Int[Array, "B"]) -> tuple[Pages, tuple[DeltaState, ...]]:
+def committed(cache: Any, counts: Int[Array, "B"]) -> tuple[Pages, tuple[State, ...]]:
     """Pages, and states after the first `counts` of the verified tokens; a count of 0 leaves a slot's as it is.
 
     Args:
@@ -125,7 +123,7 @@ def committed(cache: Any, counts: Int[Array, "B"]) -> tuple[Pages, tuple[DeltaSt
     return pages, folded(after, factors, counts)
 
 
-def apart(cache: Any) -> tuple[Pages, tuple[DeltaState, ...], tuple[DeltaFactors | None, ...]]:
+def apart(cache: Any) -> tuple[Pages, tuple[State, ...], tuple[Factors | None, ...]]:
     """Pages, states and factors of a cache as a target left it; () where it has none."""
     if isinstance(cache, HybridCache):
         return cache.pages, cache.states, cache.factors
@@ -133,9 +131,14 @@ def apart(cache: Any) -> tuple[Pages, tuple[DeltaState, ...], tuple[DeltaFactors
 
 
 def folded(
-    states: tuple[DeltaState, ...], factors: tuple[DeltaFactors | None, ...], counts: Int[Array, "B"]
-) -> tuple[DeltaState, ...]:
+    states: tuple[State, ...], factors: tuple[Factors | None, ...], counts: Int[Array, "B"]
+) -> tuple[State, ...]:
     """States after the first `counts` of the verified tokens, whose factors are not in them yet."""
     return tuple(
-        state if its is None else delta_fold(state, its, counts) for state, its in zip(states, factors, strict=True)
+        state if its is None else _folded(state, its, counts) for state, its in zip(states, factors, strict=True)
     )
+
+
+def _folded(state: Any, factors: Factors, counts: Int[Array, "B"]) -> State:
+    fold: Any = conv_fold if isinstance(factors, ConvFactors) else delta_fold
+    return fold(state, factors, counts)

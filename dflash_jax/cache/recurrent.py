@@ -1,43 +1,51 @@
-"""Recurrent states: what the gated delta nets of a hybrid model keep for each slot in place of keys and values."""
+"""Recurrent states: what gated delta nets and short convolutions keep for each slot in place of keys and values."""
 
 import math
 
 import jax
 import jax.numpy as jnp
 from dflash_kernels import DeltaShape, DeltaState
+from dflash_kernels.recurrent.short_conv import ConvShape, ConvState
 from jaxtyping import Array, Int
 
 from dflash_jax.config import DecoderConfig
 
-# Rows before the newest that the convolution reads.
+# Rows before the newest that a gated delta net's convolution reads.
 CONV_ROWS = 3
 
 
-def delta_layers(config: DecoderConfig) -> tuple[DeltaShape | None, int]:
-    """The shape of a model's gated delta nets and their number; None and 0 where it has none."""
-    shape: DeltaShape | None = getattr(config, "delta", None)
+# What one layer keeps of each slot.
+type State = DeltaState | ConvState
+
+
+def recurrent_layers(config: DecoderConfig) -> tuple[DeltaShape | ConvShape | None, int]:
+    """The shape of a model's layers that keep states, and their number; None and 0 where it has none."""
+    shape: DeltaShape | ConvShape | None = getattr(config, "delta", None) or getattr(config, "short_conv", None)
     return shape, 0 if shape is None else config.num_layers - config.cached_layers
 
 
-def zero_state(slots: int, shape: DeltaShape, dtype: jnp.dtype) -> DeltaState:
-    """The state before a first token: S `[B, Hv, dk, dv]` in float32, rows of the convolution `[B, 3, C]` in the model's dtype."""
+def zero_state(slots: int, shape: DeltaShape | ConvShape, dtype: jnp.dtype) -> State:
+    """The state before a first token: of a gated delta net S `[B, Hv, dk, dv]` in float32, and of both kinds the rows that a
+    convolution reads, `[B, taps - 1, C]` in the model's dtype."""
+    if isinstance(shape, ConvShape):
+        return ConvState(jnp.zeros((slots, shape.taps - 1, shape.channels), dtype))
     return DeltaState(
         jnp.zeros((slots, shape.value_heads, shape.key_dim, shape.value_dim), jnp.float32),
         jnp.zeros((slots, CONV_ROWS, shape.channels), dtype),
     )
 
 
-def make_states(config: DecoderConfig, slots: int, dtype: jnp.dtype) -> tuple[DeltaState, ...]:
-    """States of all gated delta nets of `config`, whose model computes in `dtype`; () where it has none."""
-    shape, layers = delta_layers(config)
+def make_states(config: DecoderConfig, slots: int, dtype: jnp.dtype) -> tuple[State, ...]:
+    """States of all layers of `config` that keep one, whose model computes in `dtype`; () where it has none."""
+    shape, layers = recurrent_layers(config)
     if shape is None:
         return ()
     return tuple(jax.device_put(zero_state(slots, shape, dtype)) for _ in range(layers))
 
 
 def copy_state(
-    into: tuple[DeltaState, ...], source: tuple[DeltaState, ...], row: Int[Array, ""], of: Int[Array, ""]
-) -> tuple[DeltaState, ...]:
+    into: tuple[State, ...], source: tuple[State, ...], row: Int[Array, ""], of: Int[Array, ""]
+) -> tuple[State, ...]:
     """`into` with row `of` of `source` in its row `row`, bit for bit; nothing else of it is touched."""
 
     def copied(whole: Array, other: Array) -> Array:
@@ -49,7 +57,7 @@ def copy_state(
 
 def state_bytes(config: DecoderConfig, dtype: jnp.dtype) -> int:
     """Bytes of one slot's states over all layers, however long its context is."""
-    shape, layers = delta_layers(config)
+    shape, layers = recurrent_layers(config)
     if shape is None:
         return 0
     parts = jax.eval_shape(lambda: zero_state(1, shape, dtype))

@@ -5,13 +5,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from dflash_kernels import DeltaState
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from dflash_jax.attention.paged import PagedAttend, write_context
 from dflash_jax.attention.recurrent import committed, prefilling
 from dflash_jax.cache.groups import table_width, tables_of
 from dflash_jax.cache.pages import Pages
+from dflash_jax.cache.recurrent import State
 from dflash_jax.compile.programs import compiled_with
 from dflash_jax.decoding.adjustments import adjusted_logits, after
 from dflash_jax.decoding.cycle import log_probabilities
@@ -34,7 +34,7 @@ class Caches(NamedTuple):
 
     target: Pages
     draft: Pages
-    recurrent: tuple[DeltaState, ...] = ()
+    recurrent: tuple[State, ...] = ()
 
 
 class Pictured(NamedTuple):

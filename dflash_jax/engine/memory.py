@@ -16,10 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from dflash_kernels.attention.index.xla import WORKSPACE as SCORES_WORKSPACE
 from dflash_kernels.attention.mla.selected_reference import WORKSPACE as SELECTED_WORKSPACE
+from dflash_kernels.recurrent.short_conv import ConvShape
 from jax.experimental import multihost_utils
 
 from dflash_jax.attention.mla import LatentForm
-from dflash_jax.cache.recurrent import delta_layers
+from dflash_jax.cache.recurrent import recurrent_layers
 from dflash_jax.config import DecoderConfig
 from dflash_jax.engine.buckets import PIECE
 from dflash_jax.errors import CapacityError
@@ -148,11 +149,15 @@ def gathered_bytes(config: DecoderConfig, sequences: int, tokens: int, dtype: jn
 
 
 def delta_bytes(target: DecoderConfig, rows: int, dtype: jnp.dtype) -> int:
-    """Memory of a model's gated delta nets for `rows` tokens: the factors of all layers, and of one layer in work the
+    """Memory of the layers that keep states for `rows` tokens: the factors of all of them, and of one layer in work the
     projection, queries, keys, values and results in float32."""
-    shape, layers = delta_layers(target)
+    shape, layers = recurrent_layers(target)
     if shape is None:
         return 0
+    if isinstance(shape, ConvShape):
+        return rows * (
+            layers * shape.channels * dtype.itemsize + 2 * shape.columns * dtype.itemsize + 2 * 4 * shape.columns
+        )
     factors = (
         4 * (shape.key_heads * shape.key_dim + shape.value_heads * (shape.value_dim + 1))
         + dtype.itemsize * shape.channels

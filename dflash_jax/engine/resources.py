@@ -10,14 +10,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from dflash_kernels import DeltaState
 from jax.sharding import NamedSharding, PartitionSpec
 
 from dflash_jax.attention.mla import ABSORBED, BY_ARITHMETIC, LatentForm
 from dflash_jax.cache import CacheScales, PageAllocator, Pages, layer_specs, make_pages
 from dflash_jax.cache.groups import ROLES, GroupPool, PageGroup, page_groups
 from dflash_jax.cache.pages import layer_bytes
-from dflash_jax.cache.recurrent import make_states, state_bytes
+from dflash_jax.cache.recurrent import State, make_states, state_bytes
 from dflash_jax.cache.snapshots import SnapshotAccount, snapshot_places
 from dflash_jax.checkpoints.calibration import calibrate
 from dflash_jax.compile.over_ranks import share_pools
@@ -165,7 +164,7 @@ class Resources:
         self.groups = tuple(GroupPool(group, PageAllocator(count)) for group, count in zip(groups, counts, strict=True))
         self.snapshots = SnapshotAccount(self.state_snapshots if self.state_bytes else 0)
         self._pools: tuple[Pages, Pages] | None = None
-        self._kept_states: tuple[DeltaState, ...] = ()
+        self._kept_states: tuple[State, ...] = ()
         # One thread may compile ahead, and make pools for it, while another one begins to serve.
         self.taking, self.busy = threading.Lock(), False
         self._filled_by = self.weights
@@ -220,7 +219,7 @@ class Resources:
 
     @property
     def cascade_policy(self) -> CascadePolicy | None:
-        """Who says whether cycles read shared pages once; None where none do. Who else has a page says nothing to exact texts."""
+        """Policy that decides whether cycles read shared pages once; None if none do, as with `exact`."""
         if (
             self.exact
             or self.dealt > 1
@@ -422,7 +421,9 @@ class Resources:
                 cost = self._cycle_cost(self.draft)
                 # Where sharing was measured: dense layers with attention, on one GPU.
                 dense = cost.target.experts == 0.0 and cost.target.state == 0.0
-                self._lengths = AutoPolicy(offered, cost, option, sharing=dense and self.tp == 1)
+                self._lengths = AutoPolicy(
+                    offered, cost, option, sharing=dense and self.tp == 1, signs=self.draft.signs
+                )
             else:
                 self._lengths = VerifyPolicy(offered, option)
         return self._lengths
@@ -445,7 +446,8 @@ class Resources:
         learnt = self.verify_policy.estimate
         # Chosen before somebody set another length: what was learnt then is gone.
         if learnt is None:
-            learnt = AcceptanceEstimate(0 if self.draft is None else self.draft.num_drafts)
+            drafts, signs = (0, 1) if self.draft is None else (self.draft.num_drafts, self.draft.signs)
+            learnt = AcceptanceEstimate(drafts, signs)
         return learnt.parameters
 
     def verify_lengths(self, setup: Setup, slots: int) -> tuple[Length, ...]:
@@ -499,7 +501,7 @@ class Resources:
     def _make_pools(self) -> tuple[Pages, Pages]:
         return self._made("pools", self._zeroed_pools)
 
-    def _make_states(self) -> tuple[DeltaState, ...]:
+    def _make_states(self) -> tuple[State, ...]:
         return self._made("states", partial(make_states, self.target, self.snapshots.count, self.dtype))
 
     def _made[T](self, name: str, make: Callable[[], T]) -> T:
@@ -566,17 +568,17 @@ class Resources:
 
     @cached_property
     def shelf(self) -> Shelf:
-        """Where the tables of grammars are."""
+        """Device tables of the grammars in use."""
         ranks = self.programs.ranks
         everywhere = None if ranks is None else NamedSharding(ranks.mesh, PartitionSpec())
         return Shelf(self.target.vocab_size, partial(jax.device_put, device=everywhere))
 
     @property
-    def kept_states(self) -> tuple[DeltaState, ...]:
+    def kept_states(self) -> tuple[State, ...]:
         """The pool of snapshots, one row each; made with the page pools."""
         return self._kept_states
 
-    def keep_states(self, states: tuple[DeltaState, ...]) -> None:
+    def keep_states(self, states: tuple[State, ...]) -> None:
         """The pool of snapshots as the newest program returned it: it has consumed the one before."""
         self._kept_states = states
 

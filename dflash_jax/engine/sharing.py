@@ -85,6 +85,8 @@ def _check_dealing(target: DecoderConfig, draft: DFlashConfig | None, options: L
 def _refusals(config: DecoderConfig, ranks: int) -> Iterator[str]:
     """Why so many devices cannot share a model."""
     traits = layer_traits(config)
+    if traits.short_conv:
+        yield "short convolutions are not shared"
     for heads in ("linear_key_heads", "linear_value_heads"):
         if (count := getattr(config, heads, 0)) % ranks:
             yield f"{count} {heads.removeprefix('linear_').replace('_', ' ')} of gated delta nets are no multiple of {ranks}"

@@ -7,12 +7,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from dflash_kernels import DeltaState
 from jaxtyping import Array
 
 from dflash_jax.cache import Pages
 from dflash_jax.cache.groups import join_tables
-from dflash_jax.cache.recurrent import copy_state, make_states
+from dflash_jax.cache.recurrent import State, copy_state, make_states
 from dflash_jax.decoding.grammar_masks import BITS
 from dflash_jax.decoding.grammar_tables import GrammarTables
 from dflash_jax.decoding.loop import loop
@@ -41,8 +40,8 @@ def resize_program(_: None, state: DecodeState, rows: Array) -> DecodeState:
 
 
 def copy_program(
-    _: None, into: tuple[DeltaState, ...], source: tuple[DeltaState, ...], row: Array, of: Array
-) -> tuple[DeltaState, ...]:
+    _: None, into: tuple[State, ...], source: tuple[State, ...], row: Array, of: Array
+) -> tuple[State, ...]:
     """`copy_state` with the argument that programs keep for weights."""
     return copy_state(into, source, row, of)
 
@@ -206,7 +205,8 @@ class Jobs:
 
     def _more(self, slots: int, *, shared: Sharing | None) -> tuple[Any, Any]:
         """Estimate and shared pages, as `loop` takes them."""
-        estimate = jax.ShapeDtypeStruct((self.setup.width,), np.float32) if self.setup.per_request else None
+        numbers = self.setup.signs + self.setup.width - 1
+        estimate = jax.ShapeDtypeStruct((numbers,), np.float32) if self.setup.per_request else None
         shape = (slots,) if shared == "group" else (GROUPS, slots)
         return estimate, None if shared is None else np.zeros(shape, np.int32)
 

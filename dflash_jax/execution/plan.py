@@ -300,6 +300,8 @@ def exact_refusals(traits: LayerTraits, tokens: int, cache_dtype: str | None = N
         reasons.append("gated delta nets sum the tokens of a block in another order than one after the other")
     if traits.convolved:
         reasons.append("sublayers are convolved along the tokens")
+    if traits.short_conv:
+        reasons.append("short convolutions were not tried in other company")
     hopper = target().capability == HOPPER
     if traits.attention == "latent" and cache_dtype == "fp8" and tokens > 1 and tokens * traits.heads <= NARROW_ROWS:
         reasons.append(
@@ -342,6 +344,8 @@ def _layers_refusal(traits: LayerTraits, activation: Activation = "silu") -> str
         return "keys and values are latent rows, whose projections no fused runner has"
     if traits.delta is not None and not switches.HYBRID:
         return "some layers are gated delta nets, whose fused runners are switched off"
+    if traits.short_conv:
+        return "some layers are short convolutions, which no fused runner has"
     if traits.normed_out:
         return "what comes out of a sublayer is normed before it is added, for which kernels have no epilogue"
     if traits.activation != activation:
@@ -513,7 +517,7 @@ def _chain_refusal(traits: LayerTraits, rows: int, dtype: jnp.dtype, itemsize: i
 
 
 def _sizes(traits: LayerTraits) -> list[dict[str, int]]:
-    """Of a layer and what the next one begins with, for each kind of either."""
+    """Sizes of a layer and of the next one's first operation, for each kind of either."""
     both, (firsts, lasts) = {"hidden": traits.hidden, "inner": traits.inner}, zip(*traits.mixers, strict=True)
     return [
         both | {"heads_width": last, "next_width": first}

@@ -21,6 +21,7 @@ from dflash_jax.models.layers import (
     best_of_head,
     linear,
     rotary_tables,
+    unit_norm,
 )
 from dflash_jax.models.parameters import Parameter, single
 from dflash_jax.parallel.collectives import gathered
@@ -43,6 +44,8 @@ class Decoder(nnx.Module):
       norm: the final one; None for an `RMSNorm`.
       embedding_scale: factor on embeddings, rounded to their dtype; the head that shares them has none.
       logit_softcap: c of `c * tanh(logit / c)`; 0 for no cap.
+      logit_scale: factor on logits, before that.
+      normed_embeddings: whether embeddings are normed, without a weight; drafters that borrow the table take its rows as they are.
     """
 
     def __init__(
@@ -54,8 +57,11 @@ class Decoder(nnx.Module):
         norm: nnx.Module | None = None,
         embedding_scale: float = 1.0,
         logit_softcap: float = 0.0,
+        logit_scale: float = 1.0,
+        normed_embeddings: bool = False,
     ):
         self.config, self.embedding_scale, self.logit_softcap = config, embedding_scale, logit_softcap
+        self.logit_scale, self.normed_embeddings = logit_scale, normed_embeddings
         self.embed = Embedding(config.vocab_size, config.hidden_size)
         self.layers = nnx.List(layers)
         self.norm: Any = RMSNorm(config.hidden_size, config.norm_eps) if norm is None else norm
@@ -85,6 +91,8 @@ class Decoder(nnx.Module):
         x, normed = run.embed(self.layers, self.embed.weight[...], ids)
         if self.embedding_scale != 1.0:
             x, normed = x * jnp.asarray(self.embedding_scale, x.dtype), None
+        if self.normed_embeddings:
+            x, normed = unit_norm(x, self.config.norm_eps), None
         if given is not None:
             x, normed = jnp.where(given[0][:, :, None], given[1].astype(x.dtype), x), None
         layers, rotary = self.layers_for(ids, x), self.rotary(positions)
@@ -109,6 +117,7 @@ class Decoder(nnx.Module):
     def logits(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:
         """float32 logits of hidden states after the final norm."""
         out = gathered(linear(hidden, self.head_weight), self.config.vocab_size).astype(jnp.float32)
+        out = out if self.logit_scale == 1.0 else out * self.logit_scale
         return jnp.tanh(out / self.logit_softcap) * self.logit_softcap if self.logit_softcap else out
 
     def best(self, hidden: Float[Array, "... D"]) -> Int[Array, "..."]:

@@ -3,8 +3,18 @@
 Source: "Gated Delta Networks: Improving Mamba2 with Delta Rule", arXiv 2412.06464, section 3, in the form of Qwen3-Next's layers.
 """
 
+from typing import Any, ClassVar
+
 import jax.numpy as jnp
-from dflash_kernels import DeltaShape, DeltaWeights
+from dflash_kernels import (
+    DeltaFactors,
+    DeltaShape,
+    DeltaState,
+    DeltaWeights,
+    delta_prefill,
+    delta_step,
+    delta_verify,
+)
 from flax import nnx
 from jaxtyping import Array
 
@@ -14,8 +24,11 @@ from dflash_jax.models.layers import Cache, DeltaAttend, Linear, RMSNorm, Rotary
 class DeltaNet(nnx.Module):
     """Projections around the caller's `attend.delta`, which has convolution, delta rule, norm and output gate.
 
-    Attributes the caller reads: `index` among the model's gated delta nets, `shape`, `weights`, `eps`.
+    Attributes the caller reads: `index` among the model's gated delta nets, `shape`, `weights`, `eps`, and what `prefill` takes to
+    have gradients.
     """
+
+    differentiable: ClassVar[dict[str, Any]] = {"implementation": "xla"}  # kernels have none
 
     def __init__(self, hidden: int, shape: DeltaShape, index: int, eps: float):
         self.index, self.shape, self.eps = index, shape, eps
@@ -43,3 +56,15 @@ class DeltaNet(nnx.Module):
     def __call__(self, x: Array, rotary: Rotary, attend: DeltaAttend, cache: Cache = None) -> tuple[Array, Cache]:
         out, cache = self.mix(self.in_proj(x), rotary, attend, cache)
         return self.out_proj(out), cache
+
+    def verify(self, projected: Array, state: DeltaState) -> tuple[Array, DeltaFactors]:
+        """See `dflash_kernels.delta_verify`."""
+        return delta_verify(projected, self.weights, state, self.shape, eps=self.eps)
+
+    def step(self, projected: Array, state: DeltaState, live: Array) -> tuple[Array, DeltaState]:
+        """See `dflash_kernels.delta_step`."""
+        return delta_step(projected, self.weights, state, live, self.shape, eps=self.eps)
+
+    def prefill(self, projected: Array, state: DeltaState, **rows: Any) -> tuple[Array, DeltaState]:
+        """See `dflash_kernels.delta_prefill`."""
+        return delta_prefill(projected, self.weights, state, self.shape, eps=self.eps, **rows)

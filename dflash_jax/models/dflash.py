@@ -19,7 +19,6 @@ from dflash_jax.models.dflash_config import DFlashConfig
 from dflash_jax.models.draft_conv import ConvolvedLayer, conv_parameters
 from dflash_jax.models.draft_gemma import gemma4_draft_layers, gemma4_draft_parameters
 from dflash_jax.models.gemma import gemma_traits
-from dflash_jax.models.gemma4 import unit_norm
 from dflash_jax.models.heads import Block, head_module, head_parameters
 from dflash_jax.models.layers import (
     ONE_BY_ONE,
@@ -38,6 +37,7 @@ from dflash_jax.models.layers import (
     rms_norm,
     rotary_tables,
     rotate,
+    unit_norm,
 )
 from dflash_jax.models.parameters import Parameter, single
 from dflash_jax.models.traits import LayerTraits, decoder_traits
@@ -306,11 +306,18 @@ def dflash_parameters(config: DFlashConfig) -> tuple[Parameter, ...]:
     return tuple(table)
 
 
+# Other trainers' names of tensors, the last two of Meta's Muse assistant.
+_RENAMED = {
+    "draft_id_to_target_id": "d2t", "mask_embedding.weight": "mask_embedding", "encoder.fc.weight": "fc.weight",
+    "encoder.output_norm_enc.weight": "hidden_norm.weight",
+}  # fmt: skip
+
+
 def dflash_canonical(name: str) -> str | None:
     """Checkpoint name as declared above: `model.` stripped, `midlayer.` is layer 0; None for what is not needed here."""
     name = name.removeprefix("model.")
     if name.startswith("midlayer."):
         name = "layers.0." + name.removeprefix("midlayer.")
-    name = {"draft_id_to_target_id": "d2t", "mask_embedding.weight": "mask_embedding"}.get(name, name)
+    name = _RENAMED.get(name, name)
     name = name.replace("self_attn.sinks", "self_attn.attention_sink_bias")
     return None if name == "t2d" or name.endswith("rotary_emb.inv_freq") else name

@@ -41,9 +41,9 @@ from dflash_jax.models.gemma4 import Gemma4Config
 from dflash_jax.models.heads import HeadConfig, Sizes, Source, head_from_dict, read_head
 from dflash_jax.models.heads.reading import missing
 
-# DeepSpec's names, and the one of SpecForge and of its kin: their trainers always draft from the anchor.
+# DeepSpec's names, the one of SpecForge and of its kin, and Liquid AI's: their trainers always draft from the anchor.
 GEMMA4 = ("Gemma4DSparkModel",)
-FROM_ANCHOR = ("Qwen3DSparkModel", "DSparkDraftModel", *GEMMA4)
+FROM_ANCHOR = ("Qwen3DSparkModel", "DSparkDraftModel", "Lfm2DSparkDraftModel", *GEMMA4)
 LAYER_KINDS = ("qwen3", "gemma4")
 # What names promise.
 DFLASH2 = (
@@ -53,10 +53,12 @@ DFLASH2 = (
     "MiniMaxDFlash2DraftModel",
     "Qwen3DFlash2Model",
 )
+# Of transformers: v1 under names of its own.
+MUSE_ASSISTANT = "MuseGlimmerAssistantModel"
 # Names of one layout: z-lab's, those of the speculators library, and NeMo Automodel's.
 ARCHITECTURES = (
-    "DFlashDraftModel", "DFlashForCausalLM", "DFlashSpeculator", "Qwen3DFlashDraftModel", *DFLASH2, "DSparkSpeculator",
-    *FROM_ANCHOR, "DominoDraftModel", "LiLiCorrDraftModel", "Qwen3XPressModel", "XPressSpeculator",
+    "DFlashDraftModel", "DFlashForCausalLM", "DFlashSpeculator", "Qwen3DFlashDraftModel", MUSE_ASSISTANT, *DFLASH2,
+    "DSparkSpeculator", *FROM_ANCHOR, "DominoDraftModel", "LiLiCorrDraftModel", "Qwen3XPressModel", "XPressSpeculator",
 )  # fmt: skip
 # Keys of the published files that describe the target or the training run and change nothing here.
 _NEUTRAL = NEUTRAL_KEYS | {
@@ -152,8 +154,8 @@ class DFlashConfig(DecoderConfig):
             _ = self.gemma4_layers  # which checks that heads can be
 
     def fitted(self, target: DecoderConfig) -> "DFlashConfig":
-        """The same with what its file leaves to the target: the factor on embeddings that it borrows, and the soft cap on logits of
-        a head that it borrows, as vLLM reads files that are silent about them (its pull request 41703, of Gemma 4).
+        """The same with what its file leaves to the target: the factor on embeddings that it borrows, and the soft cap and factor
+        on logits of a head that it borrows, as vLLM reads files that are silent about them (its pull request 41703, of Gemma 4).
         """
         scale: float = getattr(target, "embedding_scale", 1.0)
         cap: float = getattr(target, "logit_softcap", 0.0)
@@ -162,6 +164,8 @@ class DFlashConfig(DecoderConfig):
             changes["embedding_scale"] = scale
         if cap and not (self.logit_softcap or self.own_head or self.head):
             changes["logit_softcap"] = cap
+            if self.logit_scale == 1.0:
+                changes["logit_scale"] = getattr(target, "logit_scale", 1.0)
         return replace(self, **changes) if changes else self
 
     @property
@@ -188,6 +192,11 @@ class DFlashConfig(DecoderConfig):
     def num_drafts(self) -> int:
         """Tokens one block proposes."""
         return self.block_size if self.sample_from_anchor else self.block_size - 1
+
+    @property
+    def signs(self) -> int:
+        """Log-odds that say how likely a proposal is to stand: those of its law, and those that a head gives which estimates it."""
+        return 1 if self.head is None or not self.head.confident else 2
 
     @property
     def head_sizes(self) -> Sizes:
@@ -227,6 +236,8 @@ class DFlashConfig(DecoderConfig):
         top = KeyReader("config.json (DFlash)", values, notices)
         if NESTED in top.values:
             top = KeyReader(top.subject, from_speculators(top.values, top.notices), top.notices)
+        elif MUSE_ASSISTANT in architectures_of(top.values):
+            top = KeyReader(top.subject, from_muse_assistant(top.values), top.notices)
         inner: dict[str, Any] = {}
         for key in ("eagle_config", "dflash_config"):  # the later one counts
             inner |= KeyReader(f"config.json (DFlash), {key}", top.get(key, {})).values
@@ -489,6 +500,17 @@ def _causality(top: KeyReader, nested: KeyReader, default: tuple[bool, ...]) -> 
         if keys.get(key) is not None:
             return (keys.flag(key),) * len(default)
     return default
+
+
+def from_muse_assistant(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The same drafter's file in the layout that `DFlashConfig.from_hf` reads.
+
+    It has no vocabulary of its own: absent, that is its one target's. Its windows reach as many keys back as they say, and so see
+    one more with the query's own, on both sides.
+    """
+    width = KeyReader("config.json (Muse assistant)", values).integer("sliding_window", 2048)
+    absent = {"vocab_size": 202_048, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
+    return absent | dict(values) | {"sliding_window": width + 1, "is_causal": False}
 
 
 NESTED = "transformer_layer_config"

@@ -269,7 +269,7 @@ class GemmaDecoder(Decoder):
         return Rotary(*(jnp.concatenate(sides, axis=-1) for sides in zip(*both, strict=True)))
 
 
-def norm_parameters(config: GemmaConfig, ours: str, theirs: str, leaf: str) -> list[Parameter]:
+def norm_parameters(config: DecoderConfig, ours: str, theirs: str, leaf: str) -> list[Parameter]:
     """The four norms of a layer; `leaf` is what a norm calls its weight."""
     names = {
         "input_norm": "input_layernorm", "attn_out_norm": "post_attention_layernorm", "post_norm": "pre_feedforward_layernorm",
@@ -283,7 +283,7 @@ def norm_parameters(config: GemmaConfig, ours: str, theirs: str, leaf: str) -> l
 def attention_parameters(
     config: GemmaConfig, index: int, ours: str, theirs: str, leaf: str, *, values: bool = True
 ) -> list[Parameter]:
-    """Of one layer's attention; `values` says whether these have a projection of their own."""
+    """Parameters of one layer's attention; `values` says whether these have a projection of their own."""
     d, n, (k, h) = config.hidden_size, config.num_heads, config.head_shape(index)
     rows = {"q_proj": n, "k_proj": k} | ({"v_proj": k} if values else {})
     heads = tuple(Source(f"{theirs}{name}.weight", (count * h, d)) for name, count in rows.items())

@@ -35,7 +35,7 @@ from dflash_jax.models.gemma import (
     text_keys,
     tied,
 )
-from dflash_jax.models.layers import MLP, Attend, Cache, Linear, Rotary, WideNorm, mlp_parameters, rotate
+from dflash_jax.models.layers import MLP, Attend, Cache, Linear, Rotary, WideNorm, mlp_parameters, rotate, unit_norm
 from dflash_jax.models.moe import Experts, expert_traits
 from dflash_jax.models.parameters import Parameter, Source, single
 from dflash_jax.models.traits import LayerTraits
@@ -224,12 +224,6 @@ def gemma4_traits(config: Gemma4Config) -> LayerTraits:
     return gemma_traits(config, full_heads=full, normed_values=True, **mixed)
 
 
-def unit_norm(x: Float[Array, "... D"], eps: float) -> Float[Array, "... D"]:
-    """Root-mean-square norm without a weight, in float32."""
-    wide = x.astype(jnp.float32)
-    return (wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)).astype(x.dtype)
-
-
 def times(x: Float[Array, "..."], factor: float) -> Float[Array, "..."]:
     """`x * factor` in float32: the factor is not rounded to x's dtype."""
     return (x.astype(jnp.float32) * factor).astype(x.dtype)
@@ -332,7 +326,7 @@ class LayerInputs(nnx.Module):
         self.norm = WideNorm(config.per_layer_width, config.norm_eps)
 
     def __call__(self, ids: Int[Array, "B T"], x: Float[Array, "B T D"]) -> Float[Array, "B T L P"]:
-        """Of tokens whose shared embedding is x."""
+        """Per-layer embeddings of tokens whose shared embedding is x."""
         token = self.embed(ids) * jnp.asarray(self.shape[1] ** 0.5, x.dtype)
         shared = times(self.proj(x), x.shape[-1] ** -0.5)
         token, shared = (rows.reshape(*ids.shape, *self.shape) for rows in (token, shared))
@@ -399,7 +393,7 @@ def gemma4_parameters(config: Gemma4Config) -> tuple[Parameter, ...]:
 
 
 def layer_parameters(config: Gemma4Config, index: int, ours: str, theirs: str) -> list[Parameter]:
-    """Of one layer, under our prefix and the checkpoint's."""
+    """Parameters of one layer, under our prefix and the checkpoint's."""
     d, p = config.hidden_size, config.per_layer_width
     table = norm_parameters(config, ours, theirs, "weight")
     table += _attention_parameters(config, index, f"{ours}attn.", f"{theirs}self_attn.")
@@ -417,7 +411,7 @@ def layer_parameters(config: Gemma4Config, index: int, ours: str, theirs: str) -
 
 
 def _attention_parameters(config: Gemma4Config, index: int, ours: str, theirs: str) -> list[Parameter]:
-    """Of one layer's attention."""
+    """Parameters of one layer's attention."""
     d, n, (k, h) = config.hidden_size, config.num_heads, config.head_shape(index)
     keeps = index < config.cached_layers
     rows = {"q_proj": n} | ({"k_proj": k} if keeps else {}) | ({"v_proj": k} if config.has_values(index) else {})
@@ -430,7 +424,7 @@ def _attention_parameters(config: Gemma4Config, index: int, ours: str, theirs: s
 
 
 def _mixture_parameters(config: Gemma4Config, ours: str, theirs: str) -> list[Parameter]:
-    """Of one layer's experts, which a checkpoint has all in one tensor, and what stands around them."""
+    """Parameters of one layer's experts, which a checkpoint has all in one tensor, and what stands around them."""
     e, d, f = config.num_experts, config.hidden_size, config.moe_intermediate_size
     norms = {
         "input_norm": "pre_feedforward_layernorm_2", "out_norm": "post_feedforward_layernorm_2",

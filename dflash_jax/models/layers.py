@@ -135,6 +135,12 @@ def rms_norm(x: Float[Array, "... D"], weight: Float[Array, "D"], eps: float) ->
     return weight * wide.astype(x.dtype)
 
 
+def unit_norm(x: Float[Array, "... D"], eps: float) -> Float[Array, "... D"]:
+    """Root-mean-square norm without a weight, in float32."""
+    wide = x.astype(jnp.float32)
+    return (wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)).astype(x.dtype)
+
+
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
     """Inverse frequencies `[rotary_dim / 2]` float32 and the factor on cos and sin (YaRN, arXiv 2309.00071, section 3; LongRoPE,
     arXiv 2402.13753).

@@ -29,7 +29,8 @@ from dflash_jax.models.traits import Activation, ExpertTraits
 from dflash_jax.parallel.collectives import own_rank, ranks_here, reduced
 from dflash_jax.parallel.cut import by_columns, by_rows
 
-# Keeps the sum of a token's weights away from zero, as the released models' code does.
+# Keeps the sum of a token's weights away from zero, as the released models' code does; a configuration may have another one, its
+# `routing_eps`.
 _NORM_EPS = 1e-20
 # Rows an expert from which blocks of them pay: 512 tokens of 6 experts among 64 take 0.58 ms in blocks and 0.89 through every
 # expert, 128 tokens 0.46 and 0.39 (an H200, bfloat16).
@@ -92,7 +93,8 @@ def route(
     experts = jax.lax.top_k(choice, config.experts_per_token)[1]
     weights = jnp.take_along_axis(scores, experts, axis=-1)
     if config.norm_routing_weights:
-        weights = weights / (weights.sum(axis=-1, keepdims=True) + _NORM_EPS)
+        eps = getattr(config, "routing_eps", _NORM_EPS)
+        weights = weights / (weights.sum(axis=-1, keepdims=True) + eps)
     return experts, weights * config.routing_scale
 
 

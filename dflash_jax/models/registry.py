@@ -55,8 +55,20 @@ from dflash_jax.models.gpt_oss import (
     gpt_oss_parameters,
     gpt_oss_traits,
 )
+from dflash_jax.models.lfm2 import ARCHITECTURES as LFM2_ARCHITECTURES
+from dflash_jax.models.lfm2 import MODEL_TYPES as LFM2_TYPES
+from dflash_jax.models.lfm2 import Lfm2, Lfm2Config, lfm2_canonical, lfm2_parameters, lfm2_traits
 from dflash_jax.models.llama import Llama, LlamaConfig, llama_canonical, llama_parameters, llama_traits
 from dflash_jax.models.mistral import Mistral, MistralConfig, mistral_canonical, mistral_parameters, mistral_traits
+from dflash_jax.models.muse_glimmer import ARCHITECTURES as MUSE_ARCHITECTURES
+from dflash_jax.models.muse_glimmer import MODEL_TYPES as MUSE_TYPES
+from dflash_jax.models.muse_glimmer import (
+    MuseGlimmer,
+    MuseGlimmerConfig,
+    muse_glimmer_canonical,
+    muse_glimmer_parameters,
+    muse_glimmer_traits,
+)
 from dflash_jax.models.parameters import Parameter
 from dflash_jax.models.qwen2 import Qwen2, Qwen2Config, qwen2_canonical, qwen2_parameters, qwen2_traits
 from dflash_jax.models.qwen3 import Qwen3, qwen3_canonical, qwen3_parameters
@@ -174,6 +186,10 @@ def _hybrid(config: Qwen35Config) -> dict[str, Any]:
     return {"full_attention_layers": config.cached_layers} | (_experts(config) if config.num_experts else {})
 
 
+def _convolutional(config: Lfm2Config) -> dict[str, Any]:
+    return {"full_attention_layers": config.cached_layers} | (_experts(config) if config.num_experts else {})
+
+
 def _two_shapes(config: Gemma4Config) -> dict[str, Any]:
     full = {"full_attention_kv_heads": config.full_kv_heads, "full_attention_head_dim": config.full_head_dim}
     return full | (_experts(config) if config.num_experts else {})
@@ -225,6 +241,14 @@ FAMILIES = (
     Family(
         "qwen3_5", "target", HYBRID_ARCHITECTURES, Qwen35Config, Qwen35, qwen35_parameters, qwen35_canonical,
         traits=qwen35_traits, model_types=HYBRID_TYPES, reads_names=True, facts=_hybrid, vision="qwen3_5_vision",
+    ),
+    Family(
+        "lfm2", "target", LFM2_ARCHITECTURES, Lfm2Config, Lfm2, lfm2_parameters, lfm2_canonical, traits=lfm2_traits,
+        model_types=LFM2_TYPES, facts=_convolutional,
+    ),
+    Family(
+        "muse_glimmer", "target", MUSE_ARCHITECTURES, MuseGlimmerConfig, MuseGlimmer, muse_glimmer_parameters,
+        muse_glimmer_canonical, traits=muse_glimmer_traits, model_types=MUSE_TYPES,
     ),
     Family(
         "dflash", "draft", DRAFT_ARCHITECTURES, DFlashConfig, DFlash, dflash_parameters, dflash_canonical,

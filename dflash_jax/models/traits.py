@@ -29,7 +29,7 @@ class ExpertTraits:
     shared: bool = False
 
     def of_rank(self, ranks: int) -> "ExpertTraits":
-        """Those of one of several devices."""
+        """Traits of one of several devices."""
         return replace(self, count=(self.count - self.shared) // ranks + self.shared)
 
 
@@ -71,6 +71,7 @@ class LayerTraits:
       normed_values: whether values are normed, without a weight, and queries and keys before attention is asked.
       convolved: whether what goes into a sublayer and what comes out of it is convolved along the tokens.
       delta: of the layers that have a gated delta net in attention's place.
+      short_conv: whether some layers have a short convolution in attention's place.
       feed_forward: "dense", "moe", or "mixed" where some layers have experts and others a dense one, or all have both.
       activation: of the feed-forwards' gate.
       experts: of the layers that have such.
@@ -99,6 +100,7 @@ class LayerTraits:
     normed_values: bool = False
     convolved: bool = False
     delta: DeltaTraits | None = None
+    short_conv: bool = False
 
     @property
     def heads_width(self) -> int:

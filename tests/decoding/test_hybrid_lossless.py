@@ -23,7 +23,7 @@ from dflash_jax.engine.requests import Request
 from dflash_jax.models import bind
 from dflash_jax.sampling_params import SamplingParams
 
-from ..hybrid_pair import hybrid_config, hybrid_moe_config, hybrid_pair
+from ..hybrid_pair import conv_config, hybrid_config, hybrid_moe_config, hybrid_pair
 from ..random_pair import VOCAB, Pair, random_params, random_prompts
 
 # Around the convolution's 3 rows, chunks of 64 tokens and pieces of prompts; several calls for the longest.
@@ -33,9 +33,15 @@ SMALL = {"num_layers": 2, "windows": (None,) * 2, "full_layers": (1,)}
 GREEDY, SAMPLED = SamplingParams(max_tokens=24), SamplingParams(max_tokens=24, temperature=1.0, seed=3)
 
 
-@pytest.fixture(scope="module", params=["dense", "moe"])
+TARGETS = {
+    "dense": partial(hybrid_config, **SMALL), "moe": partial(hybrid_moe_config, **SMALL, dense_layers=()),
+    "conv": partial(conv_config, **SMALL, num_dense_layers=1),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=TARGETS)
 def hybrid(request) -> Pair:
-    target = hybrid_config(**SMALL) if request.param == "dense" else hybrid_moe_config(**SMALL, dense_layers=())
+    target = TARGETS[request.param]()
     return hybrid_pair(target, max_chunk=64, draft={"target_layer_ids": (-1, 0, 1)})
 
 
@@ -43,7 +49,7 @@ def counts_of(rows: list[list[int]]) -> set[int]:
     return set(np.concatenate(rows).tolist())
 
 
-@pytest.mark.few("moe-sampled")
+@pytest.mark.few("moe-sampled", "conv-sampled")
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_same_tokens_with_and_without_drafting(hybrid: Pair, params: SamplingParams) -> None:
     prompts = random_prompts(LENGTHS)
@@ -55,7 +61,7 @@ def test_same_tokens_with_and_without_drafting(hybrid: Pair, params: SamplingPar
         assert counts_of(counts) >= {1, 2, 3, 4}
 
 
-@pytest.mark.few("moe")
+@pytest.mark.few("moe", "conv")
 def test_alone_as_in_a_batch_and_as_the_dense_model_says(hybrid: Pair) -> None:
     prompts = random_prompts(LENGTHS[2:5])
     together = hybrid.run(prompts, GREEDY)[0]
@@ -75,14 +81,15 @@ def test_alone_as_in_a_batch_and_as_the_dense_model_says(hybrid: Pair) -> None:
 
 
 @pytest.mark.few
-def test_greedy_texts_whatever_number_of_proposals_stands(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", ["dense", "conv"])
+def test_greedy_texts_whatever_number_of_proposals_stands(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """Each cycle's proposals are the text that comes, wrong from a place on that changes from cycle to cycle: 1 to 16 tokens stand.
     `HYBRID_TEXTS` prompts of 64 tokens each, some alone and all in ragged batches."""
     many, tokens, block = int(os.environ.get("HYBRID_TEXTS", "6")), 64, 16
     prompts = random_prompts([1 + 37 * i % 90 for i in range(many)], seed=21)
     each = [SamplingParams(max_tokens=tokens, seed=i) for i in range(many)]
     draft = {"target_layer_ids": (-1, 0, 1), "block_size": block}
-    pair = hybrid_pair(hybrid_config(**SMALL), max_chunk=64, draft=draft)
+    pair = hybrid_pair(TARGETS[kind](), max_chunk=64, draft=draft)
     plain, ones, _ = pair.run(prompts, each, draft=False)
     texts = np.zeros((many, 90 + tokens + 2 * block), np.int32)
     for row, prompt, text in zip(texts, prompts, plain, strict=True):
@@ -149,10 +156,11 @@ def test_no_page_is_shared(hybrid: Pair) -> None:
     assert again[2][0].cached == 0
 
 
-def test_states_after_every_number_of_accepted_tokens() -> None:
+@pytest.mark.parametrize("config", [hybrid_config(), conv_config()], ids=["delta", "conv"])
+def test_states_after_every_number_of_accepted_tokens(config) -> None:
     """A block of 16 verified in 18 slots, of which 1 to 16 tokens stand, none, or nothing at all: states, logits of the tokens that
     stand, and those of the next token are those of single steps."""
-    config, dtype = hybrid_config(), jnp.dtype("float32")
+    dtype = jnp.dtype("float32")
     params, tokens, slots = random_params(config, 0), 16, 18
     counts = np.array([*range(1, tokens + 1), 0, 0])
     live = jnp.asarray(np.arange(slots) != slots - 1)
@@ -195,7 +203,8 @@ def test_states_after_every_number_of_accepted_tokens() -> None:
         jax.tree.leaves((wide, states)), jax.tree.leaves((caches.recurrent, caches.recurrent)), strict=True
     ):
         np.testing.assert_array_equal(left[-1], before[-1])
-    np.testing.assert_array_equal(wide[0].s[-2], caches.recurrent[0].s[-2])
+    for kept, before in zip(jax.tree.leaves(wide), jax.tree.leaves(caches.recurrent), strict=True):
+        np.testing.assert_array_equal(kept[-2], before[-2])
 
 
 def test_a_slot_that_is_given_to_another_request_starts_from_zero(hybrid: Pair) -> None:

@@ -13,7 +13,9 @@ from golden import (
     dflash_oracle,
     gemma_oracle,
     gpt_oss_oracle,
+    lfm2_oracle,
     llama_oracle,
+    muse_glimmer_oracle,
     qwen3_moe_oracle,
     qwen3_oracle,
     sparse_oracle,
@@ -23,7 +25,19 @@ from golden import (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    families = ("qwen3", "qwen3_moe", "llama", "gpt_oss", "gemma", "deepseek", "sparse", "dflash", "vision", "all")
+    families = (
+        "qwen3",
+        "qwen3_moe",
+        "llama",
+        "gpt_oss",
+        "gemma",
+        "deepseek",
+        "sparse",
+        "dflash",
+        "vision",
+        "lfm2",
+        "all",
+    )
     parser.add_argument("family", nargs="?", choices=families, default="all")
     family = parser.parse_args().family
     torch.set_num_threads(1)
@@ -46,6 +60,10 @@ def main() -> None:
         sizes |= dflash_oracle.write_all()
     if family in ("vision", "all"):
         sizes |= vision_oracle.write_all()
+    if family in ("lfm2", "muse_glimmer", "all"):
+        sizes |= lfm2_oracle.write_all()
+    if family in ("muse_glimmer", "all"):
+        sizes |= muse_glimmer_oracle.write_all()
     for case, size in sizes.items():
         print(f"{case:28s} {size / 1000:8.1f} kB")
     print(f"{'in all':28s} {sum(sizes.values()) / 1000:8.1f} kB")

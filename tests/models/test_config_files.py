@@ -254,7 +254,7 @@ def test_every_name_of_the_layout_is_read(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["DFlashLagunaForCausalLM", "K3DSparkModel", "MuseGlimmerAssistantModel"],
+    ["DFlashLagunaForCausalLM", "K3DSparkModel"],
 )
 def test_names_of_other_layouts_are_not(name: str) -> None:
     with pytest.raises(UnsupportedModelError, match=f"{name}.*known architectures: .*Qwen3DFlashDraftModel"):

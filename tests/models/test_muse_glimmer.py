@@ -1,0 +1,109 @@
+"""Muse Glimmer: transformers' logits and taps, texts in pages and under a drafter, what its files and its assistant's say, what is
+refused, and the way through our own format and back."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from dflash_convert.cli import main as dflash_convert
+from safetensors.numpy import load_file
+
+import dflash_jax as dj
+from dflash_jax.checkpoints.huggingface import open_checkpoint
+from dflash_jax.checkpoints.opening import open_checkpoint as open_any
+from dflash_jax.errors import ConfigError
+from dflash_jax.models import DFlashConfig, family_of
+from dflash_jax.models.muse_glimmer import MuseGlimmerConfig
+
+from ..published_layouts import LAYOUTS, TARGETS
+from ..random_pair import Pair, draft_config, random_prompts
+from .golden_files import GOLDEN, TOLERANCE, difference
+from .test_parity_llama import logits_and_taps
+
+FOLDER = GOLDEN / "muse_glimmer_folder"
+FILE, ASSISTANT = TARGETS["Muse Glimmer"], LAYOUTS["Muse assistant"]
+
+
+def read(**changes: Any) -> MuseGlimmerConfig:
+    values = FILE | {"text_config": FILE["text_config"] | changes}
+    config = family_of(values).config(values)
+    assert isinstance(config, MuseGlimmerConfig)
+    return config
+
+
+def test_transformers_logits_and_taps() -> None:
+    checkpoint = open_checkpoint(FOLDER)
+    with np.load(FOLDER / "expected.npz") as file:
+        ids, logits, taps = file["ids"], file["logits"], file["taps"]
+    ours = logits_and_taps(checkpoint.config, checkpoint.load("float32"), ids.tolist())
+    assert difference(ours[0], logits) <= TOLERANCE
+    assert difference(ours[1], taps) <= TOLERANCE
+
+
+@pytest.mark.few
+def test_texts_in_pages_and_with_a_drafter_are_the_dense_models() -> None:
+    """Prompts in several calls, alone and together; the last token's choices are those of one call without a cache."""
+    checkpoint = open_checkpoint(FOLDER)
+    config: Any = checkpoint.config
+    params = checkpoint.load("float32")
+    draft = draft_config(
+        vocab_size=61, hidden_size=24, target_hidden_size=24, mask_token_id=60, target_layer_ids=(0, 2, 4)
+    )
+    pair = Pair(config, draft, edit=lambda weights: weights.update(target=params), max_chunk=32)
+    prompts = [[token % 60 for token in one] for one in random_prompts([3, 50])]
+    texts = pair.run(prompts, dj.SamplingParams(max_tokens=12))[0]
+    assert texts == pair.run(prompts, dj.SamplingParams(max_tokens=12), draft=False)[0]
+    for prompt, text in zip(prompts, texts, strict=True):
+        logits = logits_and_taps(config, params, [*prompt, *text])[0]
+        assert text == np.argmax(logits, axis=-1)[len(prompt) - 1 : -1].tolist()
+
+
+@pytest.mark.few
+def test_it_is_converted_there_and_back(tmp_path: Path) -> None:
+    """The text model's tensors come back; the tower's are left out."""
+    assert dflash_convert([str(FOLDER), "--output", str(tmp_path / "out"), "--verify", "logits", "--quiet"]) == 0
+    assert open_any(tmp_path / "out").config == open_checkpoint(FOLDER).config
+    assert dflash_convert([str(tmp_path / "out"), "--reverse", "--output", str(tmp_path / "back"), "--quiet"]) == 0
+    first, last = (load_file(one / "model.safetensors") for one in (FOLDER, tmp_path / "back"))
+    first = {
+        name.replace("model.language_model.", "model."): one for name, one in first.items() if "vision" not in name
+    }
+    assert first.keys() == last.keys()
+    assert all(first[name].tobytes() == last[name].tobytes() for name in first)
+
+
+def test_what_a_file_says() -> None:
+    config = read()
+    assert config.turned == (True, True, True, False)
+    assert config.windows == (9, 9, 9, None)
+    assert (config.logit_scale, config.logit_softcap, config.query_factor) == (0.6, 20.0, 3.87)
+    assert read(layer_types=None, layer_rope_theta=None) == config
+    assert MuseGlimmerConfig.from_dict(config.to_dict()) == config
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"layer_types": ["linear_attention"] * 4}, "layer_types must list"), ({"layer_rope_theta": [1e4] * 4}, "must be 0 or"),
+        ({"hidden_activation": "gelu"}, "must be silu"), ({"attention_bias": True}, "attention_bias=True"),
+        ({"attn_logit_softcapping": 30.0}, "attn_logit_softcapping=30.0"), ({"num_key_value_heads": 3}, "a multiple"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        read(**changes)
+
+
+def test_its_assistant_is_v1_under_other_names() -> None:
+    """Its windows hold a key more than they say, on both sides; the file of the published one names no vocabulary."""
+    names = ("encoder.fc.weight", "encoder.output_norm_enc.weight", "layers.0.mlp.up_proj.weight")
+    config = family_of(ASSISTANT).config(ASSISTANT, names)
+    assert isinstance(config, DFlashConfig)
+    assert (config.windows, config.causal, config.num_drafts) == ((10, 10), (False, False), 3)
+    without = {key: value for key, value in ASSISTANT.items() if key not in ("vocab_size", "rope_parameters")}
+    published = family_of(without).config(without, names)
+    assert isinstance(published, DFlashConfig)
+    assert (published.vocab_size, published.rope.theta) == (202_048, 5e5)
+    fitted = config.fitted(read())
+    assert (fitted.logit_scale, fitted.logit_softcap) == (0.6, 20.0)

@@ -1,0 +1,260 @@
+"""Files of published drafters and of their targets, at small sizes: the keys of each layout as its trainer writes them.
+
+`tests/data/published_drafters.json` names the drafters, the family of each one's target and the layout of its file.
+"""
+
+from typing import Any
+
+VOCAB, LAYERS, REDUCED = 97, 4, 40
+MASK = VOCAB - 1
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 512, "rms_norm_eps": 1e-6,
+}  # fmt: skip
+BOOKS: dict[str, Any] = {
+    "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
+    "initializer_range": 0.02, "tie_word_embeddings": False, "use_cache": True,
+}  # fmt: skip
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+LATENT: dict[str, Any] = {
+    "q_lora_rank": 12, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 4, "v_head_dim": 16, "n_routed_experts": 4,
+    "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 24, "n_group": 1, "topk_group": 1,
+    "norm_topk_prob": True, "routed_scaling_factor": 1.5, "num_nextn_predict_layers": 0, "first_k_dense_replace": 1,
+    "num_key_value_heads": 4, "scoring_func": "sigmoid", "topk_method": "noaux_tc",
+}  # fmt: skip
+HYBRID: dict[str, Any] = {
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"], "linear_conv_kernel_dim": 4, "linear_key_head_dim": 8,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_value_head_dim": 8,
+    "rope_parameters": {
+        "rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.5, "mrope_interleaved": True,
+        "mrope_section": [2, 1, 1],
+    },
+}  # fmt: skip
+LFM2: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "layer_types": ["conv", "conv", "full_attention", "conv"], "max_position_embeddings": 512, "norm_eps": 1e-5,
+    "conv_L_cache": 3, "conv_bias": False, "rope_theta": 1e6,
+}  # fmt: skip
+WINDOWED = ["sliding_attention", "full_attention"] * 2
+
+
+def _text_model(architecture: str, kind: str, text: dict[str, Any]) -> dict[str, Any]:
+    """A vision-language file with the text model of `text`."""
+    return {"architectures": [architecture], "model_type": kind, "text_config": text, "vision_config": {"depth": 2}}
+
+
+# By family of the table: what a target's config.json says.
+TARGETS: dict[str, dict[str, Any]] = {
+    "Qwen3": SIZES | BOOKS | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "rope_theta": 1e6},
+    "Qwen3 with experts": SIZES | BOOKS | EXPERTS | {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "norm_topk_prob": True, "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+    "Kimi K2": {
+        "architectures": ["KimiK25ForConditionalGeneration"], "model_type": "kimi_k25", "vision_config": {"depth": 2},
+        "text_config": {key: value for key, value in SIZES.items() if key != "head_dim"} | BOOKS | LATENT | {
+            "architectures": ["DeepseekV3ForCausalLM"], "model_type": "kimi_k2",
+        },
+    },
+    "Qwen3.5 to 3.8, dense": _text_model(
+        "Qwen3_5ForConditionalGeneration", "qwen3_5", SIZES | BOOKS | HYBRID | {"model_type": "qwen3_5_text"}
+    ),
+    "Qwen3.5 to 3.8 with experts": _text_model(
+        "Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe",
+        SIZES | BOOKS | HYBRID | EXPERTS | {"model_type": "qwen3_5_moe_text", "shared_expert_intermediate_size": 24},
+    ),
+    "Qwen3-Coder-Next": SIZES | BOOKS | HYBRID | EXPERTS | {
+        "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "shared_expert_intermediate_size": 24,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.5}, "norm_topk_prob": True,
+    },
+    "Gemma 4": _text_model(
+        "Gemma4ForConditionalGeneration", "gemma4",
+        SIZES | {
+            "model_type": "gemma4_text", "layer_types": WINDOWED, "sliding_window": 9, "global_head_dim": 24,
+            "num_global_key_value_heads": 1, "attention_k_eq_v": True, "final_logit_softcapping": 5.0,
+            "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "tie_word_embeddings": True,
+            "hidden_activation": "gelu_pytorch_tanh",
+        },
+    ),
+    "GLM-5.1 to 5.3": {key: value for key, value in SIZES.items() if key != "head_dim"} | BOOKS | LATENT | {
+        "architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa", "index_topk": 20, "index_n_heads": 2,
+        "index_head_dim": 8, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    },
+    "gpt-oss": SIZES | {
+        "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2,
+        "sliding_window": 9, "layer_types": WINDOWED, "attention_bias": True, "swiglu_limit": 7.0, "rope_theta": 1.5e5,
+        "rope_scaling": {
+            "rope_type": "yarn", "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+            "original_max_position_embeddings": 128,
+        },
+    },
+    "Llama 3.1": {key: value for key, value in SIZES.items() if key != "head_dim"} | BOOKS | {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "rope_theta": 5e5, "mlp_bias": False, "pretraining_tp": 1,
+        "rope_scaling": {
+            "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 128,
+        },
+    },
+    "LFM2.5": LFM2 | {
+        "architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "block_auto_adjust_ff_dim": False, "block_dim": 32,
+        "block_ff_dim": 48, "block_mlp_init_scale": 1.0, "block_multiple_of": 8, "block_norm_eps": 1e-5, "block_use_swiglu": True,
+        "block_use_xavier_init": True, "conv_dim": 32, "conv_use_xavier_init": True, "full_attn_idxs": [2], "num_heads": 4,
+        "theta": 1e6, "use_pos_enc": True, "tie_embedding": True,
+    },
+    "LFM2.5 with experts": LFM2 | EXPERTS | {
+        "architectures": ["Lfm2MoeForCausalLM"], "model_type": "lfm2_moe", "intermediate_size": 48, "num_dense_layers": 1,
+        "norm_topk_prob": True, "routed_scaling_factor": 1.0, "use_expert_bias": True, "tie_word_embeddings": True,
+    },
+    "Muse Glimmer": _text_model(
+        "MuseGlimmerForConditionalGeneration", "muse_glimmer",
+        SIZES | {
+            "model_type": "muse_glimmer_text", "hidden_activation": "silu", "sliding_window": 9, "qk_scale_factor": 3.87,
+            "output_multiplier": 0.6, "post_norm_eps": 1e-8, "final_logit_softcapping": 20.0, "tie_word_embeddings": False,
+            "layer_types": ["sliding_attention"] * 3 + ["full_attention"], "layer_rope_theta": [5e5, 5e5, 5e5, 0],
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+        },
+    ),
+}  # fmt: skip
+# What targets that are not loaded call themselves, where that is known.
+REFUSED_TARGETS: dict[str, tuple[str, ...]] = {
+    "MiniMax-M2.5 and M2.7": ("MiniMaxM2ForCausalLM",),
+    "Mellum 2": ("MellumForCausalLM",),
+    "Mistral Small 4": ("Mistral4ForCausalLM",),
+    "Nemotron 3 and 3.5": ("NemotronHForCausalLM",),
+    "GLM-5.3-Flash": ("Glm5NextForCausalLM", "Glm5NextForConditionalGeneration"),
+    "Qwen3.8-Flash-Next": ("Qwen4ExpForConditionalGeneration",),
+    "DeepSeek V4": ("DeepseekV4ForCausalLM",),
+    "MiniMax-M3 and M3.1": (),
+    "Kimi K3": (),
+    "MiMo-V2.5": ("MiMoV2FlashForCausalLM",),
+    "Laguna": ("LagunaForCausalLM",),
+    "Inkling": (),
+    "Beam": (),
+    "Alpamayo": (),
+}
+
+BACKBONE: dict[str, Any] = SIZES | BOOKS | {
+    "architectures": ["DFlashDraftModel"], "auto_map": {"AutoModel": "dflash.DFlashDraftModel"}, "dtype": "bfloat16",
+    "layer_types": ["full_attention"] * 2, "max_window_layers": 2, "model_type": "qwen3", "num_hidden_layers": 2,
+    "num_target_layers": LAYERS, "rope_scaling": None, "rope_theta": 1e6, "sliding_window": None, "use_sliding_window": False,
+}  # fmt: skip
+TAPS: dict[str, Any] = {"mask_token_id": MASK, "target_layer_ids": [0, 1, 3]}
+SLIDING: dict[str, Any] = {
+    "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9, "use_sliding_window": True
+}  # fmt: skip
+ALL_SLIDING: dict[str, Any] = SLIDING | {"layer_types": ["sliding_attention"] * 2}
+YARN: dict[str, Any] = {
+    "rope_scaling": {
+        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "beta_fast": 32.0, "beta_slow": 1.0,
+    },
+}  # fmt: skip
+KERNELS = {"conv_kernel_size": 2, "conv_group_size": 16}
+SELECTOR = {"selector_rank": 6, "selector_top_k": 5}
+MARKOV: dict[str, Any] = {
+    "markov_rank": 6, "markov_head_type": "vanilla", "enable_confidence_head": True, "confidence_head_with_markov": True
+}  # fmt: skip
+DSPARK: dict[str, Any] = TAPS | MARKOV | {
+    "projector_type": "dspark", "attention_mode": "gqa", "confidence_head_alpha": 1.0
+}  # fmt: skip
+DOMINO: dict[str, Any] = {
+    "projector_type": "domino", "pure_draft_prefix_len": 1, "emb_dim": 6, "gru_hidden_dim": 10, "shift_label": True
+}  # fmt: skip
+
+
+def _speculators(kind: str, architecture: str, **own: Any) -> dict[str, Any]:
+    """A file of the speculators library, whose trainer gives every layer a window."""
+    layers = {key: value for key, value in (BACKBONE | ALL_SLIDING).items() if key not in ("architectures", "auto_map")}
+    return {
+        "architectures": [architecture], "aux_hidden_state_layer_ids": [1, 2, 4], "block_size": 4, "draft_vocab_size": VOCAB,
+        "dtype": "bfloat16", "mask_token_id": MASK, "sample_from_anchor": False, "sliding_window_non_causal": False,
+        "speculators_model_type": kind, "speculators_version": "0.9.0", "target_hidden_size": None, "tie_word_embeddings": False,
+        "speculators_config": {"algorithm": kind, "default_proposal_method": "greedy"}, "transformers_version": "5.5.3",
+        "transformer_layer_config": layers, **own,
+    }  # fmt: skip
+
+
+_OF_GEMMA4: dict[str, Any] = {
+    "architectures": ["Gemma4DSparkModel"], "attention_bias": False, "attention_dropout": 0.0, "attention_k_eq_v": True,
+    "block_size": 4, "dtype": "bfloat16", "enable_moe_block": False, "final_logit_softcapping": 5.0, "global_head_dim": 24,
+    "hidden_activation": "gelu_pytorch_tanh", "hidden_size_per_layer_input": 0, "layer_types": ["full_attention"] * 2,
+    "model_type": "gemma4_text", "moe_intermediate_size": None, "num_anchors": 512, "num_experts": None,
+    "num_global_key_value_heads": 1, "num_hidden_layers": 2, "num_kv_shared_layers": 0, "num_target_layers": LAYERS,
+    "sliding_window": 9, "target_model_type": "gemma4_unified", "target_text_model_type": "gemma4_unified_text",
+    "tie_word_embeddings": False, "top_k_experts": None, "use_bidirectional_attention": "vision", "use_double_wide_mlp": False,
+    "vocab_size_per_layer_input": VOCAB, **TAPS,
+    "rope_parameters": {
+        "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1e6, "rope_type": "proportional"}, "rope_theta": None,
+        "rope_type": "default", "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
+    },
+}  # fmt: skip
+_OF_DEEPSPEC = {"architectures": ["Qwen3DSparkModel"], "block_size": 4, "num_anchors": 512, **TAPS}
+
+# By layout of the table: what a drafter's config.json says, and which tensors it brings beside its layers.
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "z-lab": BACKBONE | {"block_size": 4, "dflash_config": TAPS},
+    "z-lab, block inside": BACKBONE | {"dflash_config": TAPS | {"block_size": 4}},
+    "z-lab, windows": BACKBONE | SLIDING | {"dflash_config": TAPS | {"block_size": 4}},
+    "z-lab, YaRN": BACKBONE | YARN | {"block_size": 4, "dflash_config": TAPS},
+    "z-lab, llama3 rotation": BACKBONE | {
+        "block_size": 4, "dflash_config": TAPS, "rope_theta": 5e5, "rope_scaling": TARGETS["Llama 3.1"]["rope_scaling"],
+    },
+    "z-lab with a Markov head": BACKBONE | {
+        "dflash_config": TAPS | {"block_size": 4, "sample_from_anchor": False}, "markov_rank": 6, "markov_head_type": "vanilla",
+    },
+    "z-lab DFlash 2": BACKBONE | ALL_SLIDING | {
+        "architectures": ["DFlash2DraftModel"], "is_causal": False, "dflash_config": TAPS | KERNELS | SELECTOR | {"block_size": 4},
+    },
+    "z-lab DFlash 2, capped": BACKBONE | ALL_SLIDING | {
+        "architectures": ["DFlash2DraftModel"], "is_causal": False, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
+        "rope_theta": None,
+        "dflash_config": TAPS | KERNELS | SELECTOR | {
+            "block_size": 4, "final_logit_softcapping": 20.0, "output_multiplier": 0.6,
+        },
+    },
+    "NeMo Automodel": BACKBONE | {
+        "architectures": ["Qwen3DFlashDraftModel"], "is_causal": False, "block_size": 4, "dflash_config": TAPS | {"block_size": 4},
+    },
+    "SpecForge DSpark": BACKBONE | {"architectures": ["DSparkDraftModel"], "block_size": 4, "dflash_config": DSPARK},
+    "SpecForge DSpark, YaRN": BACKBONE | YARN | {
+        "architectures": ["DSparkDraftModel"], "block_size": 4, "dflash_config": DSPARK,
+    },
+    "SpecForge Domino": BACKBONE | {
+        "architectures": ["DominoDraftModel"], "block_size": 4, "emb_dim": 6, "dflash_config": TAPS | DOMINO,
+    },
+    "DSpark with a bonus anchor": BACKBONE | {
+        "architectures": ["DSparkDraftModel"], "block_size": 4, "dspark_bonus_anchor": True, "draft_vocab_size": REDUCED,
+        "dflash_config": DSPARK,
+    },
+    "DeepSpec": BACKBONE | _OF_DEEPSPEC | MARKOV,
+    "DeepSpec, rank 0": BACKBONE | _OF_DEEPSPEC | {"markov_rank": 0, "enable_confidence_head": False},
+    "DeepSpec, layers of Gemma 4": SIZES | _OF_GEMMA4 | MARKOV,
+    "DeepSpec, layers of Gemma 4, rank 0": SIZES | _OF_GEMMA4 | {"markov_rank": 0, "enable_confidence_head": False},
+    "speculators": _speculators("dflash", "DFlashSpeculator"),
+    "speculators, reduced vocabulary": _speculators("dflash", "DFlashDraftModel", draft_vocab_size=REDUCED),
+    "speculators DFlash 2": _speculators(
+        "dflash2", "DFlash2DraftModel", sliding_window_non_causal=True, **KERNELS, **SELECTOR
+    ),
+    "speculators DSpark": _speculators("dspark", "DSparkSpeculator", sample_from_anchor=True, **MARKOV),
+    "speculators DSpark, fill-in": _speculators("dspark", "DSparkDraftModel", **MARKOV),
+    "speculators DSpark, reduced vocabulary": _speculators(
+        "dspark", "DSparkSpeculator", sample_from_anchor=True, draft_vocab_size=REDUCED, **MARKOV
+    ),
+    "LFM2.5 DSpark": BACKBONE | MARKOV | {
+        "architectures": ["Lfm2DSparkDraftModel"], "block_size": 4, "num_target_layers": None, "rope_is_neox_style": False,
+        "dflash_config": TAPS | {"num_target_layers": LAYERS},
+    },
+    "Muse assistant": SIZES | {
+        "architectures": ["MuseGlimmerAssistantModel"], "model_type": "muse_glimmer_assistant", "attention_dropout": 0,
+        "block_size": 4, "hidden_act": "silu", "layer_types": ["sliding_attention"] * 2, "num_hidden_layers": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "sliding_window": 9, **TAPS,
+    },
+}  # fmt: skip
+# Layouts that are refused, by what their files say.
+REFUSED_LAYOUTS: dict[str, dict[str, Any]] = {
+    "hyper-connections": BACKBONE | {"dflash_config": TAPS | {"block_size": 4}, "hc_mult": 4},
+    "gated heads": BACKBONE | {"architectures": ["DFlashLagunaForCausalLM"], "dflash_config": TAPS, "gating": True},
+    "layers of Kimi K3": BACKBONE | {"architectures": ["K3DSparkModel"], "block_size": 4} | DSPARK,
+    "layers of GLM-5": BACKBONE | {"architectures": ["Glm5DSparkForCausalLM"], "block_size": 4, "kv_lora_rank": 16} | DSPARK,
+}  # fmt: skip
+# Layouts whose files bring an embedding and a head.
+OWN_BOTH = tuple(name for name in LAYOUTS if name.startswith("DeepSpec"))
