@@ -45,6 +45,7 @@ from .test_float8_releases import MIXTURE, NEXT, STACKED
 # Sizes that words of three bits fill.
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_hidden_layers": 2}
 Q = "model.layers.1.self_attn.q_proj"
+RELEASED = Path(__file__).parent / "golden" / "released"
 type Tensors = dict[str, np.ndarray]
 
 
@@ -72,6 +73,19 @@ def check_every_number(folder: Path, exact: Tensors, *dtypes: str) -> None:
         for name, value in found.items():
             np.testing.assert_array_equal(value, exact[name].astype(np.float32).astype(value.dtype), err_msg=name)
             assert value.ndim == 1 or value.dtype == jnp.dtype(dtype)
+
+
+@pytest.mark.parametrize("name", [path.name for path in sorted(RELEASED.iterdir())])
+def test_models_that_other_tools_wrote(name: str) -> None:
+    """make_quantized_models.py: folders of transformers, compressed-tensors and ModelOpt, and their numbers."""
+    checkpoint = open_checkpoint(RELEASED / name)
+    with np.load(RELEASED / name / "dequantized.npz") as file:
+        theirs = dict(file)
+    assert f": {len(theirs)} tensors are dequantized" in checkpoint.notices[0]
+    ours = to_huggingface(checkpoint.family.parameters(checkpoint.config), checkpoint.load("bfloat16"))
+    for key, bits in theirs.items():
+        wanted = bits.view(ml_dtypes.bfloat16).astype(np.float32)
+        np.testing.assert_array_equal(np.asarray(ours[key], np.float32), wanted, err_msg=key)
 
 
 @pytest.mark.parametrize("kind", RELEASES)
