@@ -421,7 +421,9 @@ class Resources:
                 cost = self._cycle_cost(self.draft)
                 # Where sharing was measured: dense layers with attention, on one GPU.
                 dense = cost.target.experts == 0.0 and cost.target.state == 0.0
-                self._lengths = AutoPolicy(offered, cost, option, sharing=dense and self.tp == 1)
+                self._lengths = AutoPolicy(
+                    offered, cost, option, sharing=dense and self.tp == 1, signs=self.draft.signs
+                )
             else:
                 self._lengths = VerifyPolicy(offered, option)
         return self._lengths
@@ -444,7 +446,8 @@ class Resources:
         learnt = self.verify_policy.estimate
         # Chosen before somebody set another length: what was learnt then is gone.
         if learnt is None:
-            learnt = AcceptanceEstimate(0 if self.draft is None else self.draft.num_drafts)
+            drafts, signs = (0, 1) if self.draft is None else (self.draft.num_drafts, self.draft.signs)
+            learnt = AcceptanceEstimate(drafts, signs)
         return learnt.parameters
 
     def verify_lengths(self, setup: Setup, slots: int) -> tuple[Length, ...]:
