@@ -114,11 +114,24 @@ TARGETS: dict[str, dict[str, Any]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
         },
     ),
+    "Mellum 2": SIZES | BOOKS | EXPERTS | {
+        "architectures": ["MellumForCausalLM"], "model_type": "mellum", "layer_types": WINDOWED, "sliding_window": 9,
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"], "norm_topk_prob": True,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 5e5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    },
+    "MiniMax-M2.5 and M2.7": SIZES | BOOKS | {
+        "architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2", "attn_type_list": [1] * LAYERS, "rope_theta": 5e6,
+        "layernorm_full_attention_beta": 1.0, "layernorm_mlp_beta": 1.0, "mlp_intermediate_size": 64, "mtp_transformer_layers": 1,
+        "num_experts_per_tok": 2, "num_local_experts": 4, "num_mtp_modules": 3, "qk_norm_type": "per_layer", "rotary_dim": 8,
+        "scoring_func": "sigmoid", "shared_intermediate_size": 0, "shared_moe_mode": "sigmoid", "use_mtp": True,
+        "use_qk_norm": True, "use_routing_bias": True,
+    },
 }  # fmt: skip
 # What targets that are not loaded call themselves, where that is known.
 REFUSED_TARGETS: dict[str, tuple[str, ...]] = {
-    "MiniMax-M2.5 and M2.7": ("MiniMaxM2ForCausalLM",),
-    "Mellum 2": ("MellumForCausalLM",),
     "Mistral Small 4": ("Mistral4ForCausalLM",),
     "Nemotron 3 and 3.5": ("NemotronHForCausalLM",),
     "GLM-5.3-Flash": ("Glm5NextForCausalLM", "Glm5NextForConditionalGeneration"),

@@ -38,6 +38,8 @@ KNOWN_DRAFTERS: Mapping[str, str] = {
     "google/gemma-4-26B-A4B-it": "z-lab/gemma-4-26B-A4B-it-DFlash",
     "google/gemma-4-31B-it": "z-lab/gemma-4-31B-it-DFlash",
     "meta-models/Muse-Glimmer-30B": "z-lab/Muse-Glimmer-30B-DFlash2",
+    "JetBrains/Mellum2-12B-A2.5B-Thinking": "RedHatAI/Mellum2-12B-A2.5B-Thinking-speculator.dflash",
+    "MiniMaxAI/MiniMax-M2.5": "z-lab/MiniMax-M2.5-DFlash",
     "moonshotai/Kimi-K2.5": "z-lab/Kimi-K2.5-DFlash",
     "zai-org/GLM-5.1": "z-lab/GLM-5.1-FP8-DFlash",
     "zai-org/GLM-5.2": "RedHatAI/GLM-5.2-speculator.dspark",
