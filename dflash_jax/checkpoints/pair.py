@@ -40,6 +40,7 @@ KNOWN_DRAFTERS: Mapping[str, str] = {
     "meta-models/Muse-Glimmer-30B": "z-lab/Muse-Glimmer-30B-DFlash2",
     "JetBrains/Mellum2-12B-A2.5B-Thinking": "RedHatAI/Mellum2-12B-A2.5B-Thinking-speculator.dflash",
     "MiniMaxAI/MiniMax-M2.5": "z-lab/MiniMax-M2.5-DFlash",
+    "mistralai/Mistral-Small-4-119B-2603": "RedHatAI/Mistral-Small-4-119B-2603-speculator.dspark",
     "moonshotai/Kimi-K2.5": "z-lab/Kimi-K2.5-DFlash",
     "zai-org/GLM-5.1": "z-lab/GLM-5.1-FP8-DFlash",
     "zai-org/GLM-5.2": "RedHatAI/GLM-5.2-speculator.dspark",

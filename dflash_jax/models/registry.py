@@ -68,6 +68,14 @@ from dflash_jax.models.minimax_m2 import (
     minimax_m2_traits,
 )
 from dflash_jax.models.mistral import Mistral, MistralConfig, mistral_canonical, mistral_parameters, mistral_traits
+from dflash_jax.models.mistral4 import ARCHITECTURES as MISTRAL4_ARCHITECTURES
+from dflash_jax.models.mistral4 import (
+    Mistral4,
+    Mistral4Config,
+    mistral4_canonical,
+    mistral4_parameters,
+    mistral4_traits,
+)
 from dflash_jax.models.muse_glimmer import ARCHITECTURES as MUSE_ARCHITECTURES
 from dflash_jax.models.muse_glimmer import MODEL_TYPES as MUSE_TYPES
 from dflash_jax.models.muse_glimmer import (
@@ -265,6 +273,10 @@ FAMILIES = (
     Family(
         "minimax_m2", "target", ("MiniMaxM2ForCausalLM",), MiniMaxM2Config, MiniMaxM2, minimax_m2_parameters,
         minimax_m2_canonical, traits=minimax_m2_traits, facts=_experts,
+    ),
+    Family(
+        "mistral4", "target", MISTRAL4_ARCHITECTURES, Mistral4Config, Mistral4, mistral4_parameters, mistral4_canonical,
+        traits=mistral4_traits, reads_names=True, facts=_latent,
     ),
     Family(
         "dflash", "draft", DRAFT_ARCHITECTURES, DFlashConfig, DFlash, dflash_parameters, dflash_canonical,

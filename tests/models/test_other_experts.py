@@ -1,5 +1,5 @@
-"""Mellum 2 and MiniMax-M2: transformers' logits and taps, texts in pages, under a drafter and on several devices, what files say, and
-the way through our own format and back."""
+"""Mellum 2, MiniMax-M2 and Mistral Small 4: transformers' logits and taps, texts in pages, under a drafter and on several devices,
+what files say, and the way through our own format and back."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -27,11 +27,13 @@ from ..random_pair import Pair, draft_config, random_prompts
 from .golden_files import GOLDEN, TOLERANCE, difference
 from .test_parity_llama import logits_and_taps
 
-NAMES = ("mellum", "minimax_m2")
-MELLUM, MINIMAX = TARGETS["Mellum 2"], TARGETS["MiniMax-M2.5 and M2.7"]
+NAMES = ("mellum", "minimax_m2", "mistral4")
+MELLUM, MINIMAX, MISTRAL = (TARGETS[name] for name in ("Mellum 2", "MiniMax-M2.5 and M2.7", "Mistral Small 4"))
 
 
 def read(file: dict[str, Any], **changes: Any) -> Any:
+    if "text_config" in file:
+        file, changes = file | {"text_config": file["text_config"] | changes}, {}
     return family_of(file).config(file | changes)
 
 
@@ -88,7 +90,7 @@ def test_texts_in_pages_and_with_a_drafter_are_the_dense_models(name: str) -> No
         assert text == np.argmax(logits, axis=-1)[len(prompt) - 1 : -1].tolist()
 
 
-@pytest.mark.few("minimax_m2")
+@pytest.mark.few("mistral4")
 @pytest.mark.parametrize("name", NAMES)
 def test_it_is_converted_there_and_back(tmp_path: Path, name: str) -> None:
     folder = GOLDEN / f"{name}_folder"
@@ -108,7 +110,13 @@ def test_what_files_say() -> None:
     assert (minimax.rope.partial, minimax.moe_intermediate_size) == (0.5, 48)
     assert minimax == read(MINIMAX, rotary_dim=None, rope_parameters={"rope_theta": 5e6, "partial_rotary_factor": 0.5})
     assert layer_traits(minimax).rotary_dim == 8
-    for config in (mellum, minimax):
+    mistral = read(MISTRAL)
+    assert (mistral.rope.kind, mistral.rope.factor, mistral.query_growth) == ("yarn", 4.0, 0.1)
+    assert (mistral.num_dense_layers, mistral.norm_routing_weights, mistral.routing) == (0, True, "greedy")
+    alone = MISTRAL["text_config"] | {"architectures": ["Mistral4ForCausalLM"]}
+    assert read(alone) == mistral
+    assert read(alone, rope_parameters=None).rope.original_max_position == 8192
+    for config in (mellum, minimax, mistral):
         assert type(config).from_dict(config.to_dict()) == config
         assert replace(config, norm_eps=1e-5) != config
 
@@ -119,9 +127,11 @@ def test_what_files_say() -> None:
         (MELLUM, {"mlp_layer_types": ["dense"]}, "mlp_layer_types must list"), (MELLUM, {"num_experts_per_tok": 9}, "is more than"),
         (MELLUM, {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}}, "rope_theta=10000.0"),
         (MELLUM, {"layer_types": ["linear_attention"] * 4}, "layer_types must list"),
-        (MINIMAX, {"attn_type_list": [1, 0, 1, 1]}, "attn_type_list must be 1"), (MINIMAX, {"rotary_dim": 7}, "rotary_dim=7 must be"),
+        (MINIMAX, {"attn_type_list": [1, 0, 1, 1]}, "attn_type_list must be 1"), (MINIMAX, {"rotary_dim": 7}, "=7 must be even"),
+        (MISTRAL, {"n_group": 2}, "n_group and topk_group must be 1"), (MISTRAL, {"model_type": "mistral"}, "must be mistral4"),
+        (MISTRAL, {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor must be 0.25"),
         (MINIMAX, {"scoring_func": "softmax"}, "scoring_func='softmax'"), (MINIMAX, {"qk_norm_type": "per_head"}, "qk_norm_type="),
-        (MINIMAX, {"shared_intermediate_size": 8}, "shared_intermediate_size=8"), (MINIMAX, {"num_experts_per_tok": 9}, "more than"),
+        (MINIMAX, {"shared_intermediate_size": 8}, "shared_intermediate_size=8"), (MINIMAX, {"num_experts_per_tok": 9}, "more"),
     ],
 )  # fmt: skip
 def test_what_is_refused(file: dict[str, Any], changes: dict[str, Any], said: str) -> None:
