@@ -48,9 +48,9 @@ WARM = 3
 class Shared(VerifyPolicy):
     """So many rows for each slot on average, always."""
 
-    def __init__(self, offered: int, option: int):
+    def __init__(self, offered: int, option: int, signs: int):
         super().__init__(offered, option)
-        self.current, self.estimate = Length(option, shared=True), AcceptanceEstimate(offered - 1)
+        self.current, self.estimate = Length(option, shared=True), AcceptanceEstimate(offered - 1, signs)
 
     def shares(self, slots: int) -> bool:
         return True
@@ -60,7 +60,8 @@ def choose(engine: Engine, length: Length) -> None:
     """Has the next cycles verify so much."""
     assert engine.draft is not None, "a drafter drafts"
     engine.verify_length = length.tokens or None
-    engine._lengths = Shared(engine.draft.num_drafts + 1, length.tokens) if length.shared else None
+    draft = engine.draft
+    engine._lengths = Shared(draft.num_drafts + 1, length.tokens, draft.signs) if length.shared else None
 
 
 def compile_ahead(engine: Engine, batches: list[int], lengths: list[Length], tokens: int, *, plain: bool) -> None:

@@ -15,8 +15,21 @@ from pathlib import Path
 import dflash_jax as dj
 
 
-def read(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+def rows_of(text: str) -> list[dict]:
+    """Objects of JSON lines. `splitlines` would also cut at separators that stand inside of texts."""
+    return [json.loads(line) for line in text.split("\n") if line.strip()]
+
+
+def answered_lines(path: Path) -> set[int]:
+    """Numbers of the questions that an earlier run has answered. An answer that it could not write whole is cut off."""
+    if not path.exists():
+        return set()
+    text = path.read_text(encoding="utf-8", errors="replace")
+    whole = text.rfind("\n") + 1
+    answered = {row["line"] for row in rows_of(text[:whole])}
+    if text[whole:].startswith('{"line": '):
+        path.write_text(text[:whole], encoding="utf-8")
+    return answered
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,8 +40,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-batch", type=int, default=8)
     parser.add_argument("--max-tokens", type=int, default=128)
     args = parser.parse_args(arguments)
-    questions = read(args.questions)
-    answered = {row["line"] for row in read(args.answers)} if args.answers.exists() else set()
+    try:
+        questions, answered = rows_of(args.questions.read_text(encoding="utf-8")), answered_lines(args.answers)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        parser.error(f"both files must be JSON lines, the first one of questions, the second one of answers: {error!r}")
     left = [number for number in range(len(questions)) if number not in answered]
     if not left:
         return 0

@@ -143,7 +143,7 @@ def absorbed_over_ranks(
 
 
 def neighbours(ranks: int) -> list[list[int]] | None:
-    """Which ranks exchange where so many, side by side, have parts of the same pages; None where all do."""
+    """Groups of ranks that exchange, if so many neighbours share the same pages; None if all ranks do."""
     everyone = np.arange(ranks_here())
     return None if ranks == everyone.size else everyone.reshape(-1, ranks).tolist()
 
@@ -151,7 +151,7 @@ def neighbours(ranks: int) -> list[list[int]] | None:
 def given_back(
     out: Float[Array, "B T N V"], lse: Float[Array, "B T N"], ranks: int
 ) -> tuple[Float[Array, "D B T n V"], Float[Array, "D B T n"]]:
-    """What each of `ranks` neighbours found for this rank's n heads, of what all of them found for the heads of all, N = D n."""
+    """Results of each of `ranks` neighbours for this rank's n heads, from the results of all for the heads of all, N = D n."""
     (b, t, heads), width = lse.shape, out.shape[-1]
     # The lse of an output in sixteen bits are two numbers of its kind, so that one message has both.
     bits = jax.lax.bitcast_convert_type(lse.astype(jnp.float32), out.dtype).reshape(*lse.shape, -1)

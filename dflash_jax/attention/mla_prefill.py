@@ -155,7 +155,7 @@ def attention_and_lse(
 
 
 def packed_lens(q_lens: Int[Array, "B"], t: int, kv_lens: Int[Array, "B"], s: int) -> tuple[Array, Array]:
-    """Where packed sequences begin that stand `t` queries and `s` keys apart: `cu_q_lens` and `cu_kv_lens`.
+    """Starts of packed sequences that stand `t` queries and `s` keys apart: `cu_q_lens` and `cu_kv_lens`.
 
     Between any two lie queries without keys and keys without queries: a sequence each, which costs nothing.
     """

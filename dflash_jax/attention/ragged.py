@@ -32,7 +32,7 @@ class Packing(NamedTuple):
 
 
 def packing(lengths: Int[Array, "B"], rows: int, width: int) -> Packing:
-    """Where tokens lie of which slots have so many, at most `width` each and `rows` together."""
+    """Packing of slots' tokens: rows of slots that have so many tokens, at most `width` each and `rows` together."""
     ends, index = jnp.cumsum(lengths), jnp.arange(rows)
     starts, last = ends - lengths, jnp.maximum(lengths - 1, 0)
     slots = jnp.minimum(jnp.sum(index[:, None] >= ends, axis=1, dtype=jnp.int32), lengths.shape[0] - 1)

@@ -202,7 +202,7 @@ def programs(
 
 
 def _prompts(engine: Engine, jobs: Jobs, workload: Workload, users: int) -> list[Callable[[], None]]:
-    """What prefills one of the prompts, part by part, and as many ends and prompts together as may arrive."""
+    """Jobs that compile the prefill of each prompt, part by part, and of as many ends and prompts together as may arrive."""
     lengths = {len(prompt) for prompt in workload.prompts}
     buckets, parts, lasts = engine.buckets, set[tuple[int, tuple[int, int]]](), set[int]()
     for length in lengths:

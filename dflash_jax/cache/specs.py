@@ -30,11 +30,11 @@ class LayerSpec:
     kept: str | None = None
 
     def shape(self, num_pages: int, page_size: int) -> tuple[int, int, int, int]:
-        """Of the pool of keys."""
+        """Shape of the pool of keys."""
         return num_pages, self.heads, page_size, self.dim
 
     def value_shape(self, num_pages: int, page_size: int) -> tuple[int, int, int, int]:
-        """Of the pool of values."""
+        """Shape of the pool of values."""
         assert self.value_dim is not None
         return num_pages, self.heads, page_size, self.value_dim
 

@@ -125,7 +125,7 @@ def save_scales(path: str | Path, scales: CacheScales, cache_dtype: str) -> None
 
 
 def stored_tensor(scales: CacheScales, place: int, side: str, shape: tuple[int, ...]) -> np.ndarray:
-    """What a tensor of `shape` held that `stored_scales` read as the scale of a layer's side, in float32."""
+    """Inverse of `stored_scales`: the tensor of `shape` for the scale of a layer's side, in float32."""
     values = getattr(scales, side)[place].reshape(-1)
     return (values[:1] if shape == () or max(shape) == 1 else values).reshape(shape)
 

@@ -261,7 +261,7 @@ def _virtual(entry: Mapping[str, Any]) -> np.ndarray:
 
 
 def _table_problems(checkpoint: Converted) -> list[str]:
-    """Where the arrays that the marker lists differ from the family's parameter table."""
+    """Differences between the arrays that the marker lists and the family's parameter table."""
     stored, problems = dict(checkpoint.marker["parameters"]), []
     for parameter in checkpoint.parameters:
         entry = stored.pop(parameter.name, None)

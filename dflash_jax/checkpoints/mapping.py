@@ -196,7 +196,7 @@ def make_plan(
 
 
 def _taken(source: Source, tensor: Tensor) -> list[Tensor]:
-    """What a source takes of its tensor: one piece of the file for each run of rows."""
+    """Pieces of the file that a source reads from its tensor: one for each run of rows."""
     if source.runs is None:
         return [tensor if source.kept is None else tensor.part(0, source.kept)]
     row = tensor.size // tensor.shape[0]

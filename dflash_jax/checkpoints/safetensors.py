@@ -60,7 +60,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class Tensor:
-    """Where one tensor lies: `nbytes` bytes at `offset` of `path`, row major, little endian."""
+    """Location of one tensor: `nbytes` bytes at `offset` of `path`, row major, little endian."""
 
     name: str
     dtype: str
@@ -88,7 +88,7 @@ class Tensor:
 
     @property
     def stored_name(self) -> str:
-        """What it is in the file: its dtype, but for numbers that are made while they are read."""
+        """Dtype in the file; another name for numbers that are made while they are read."""
         return self.dtype_name
 
     @property

@@ -84,7 +84,7 @@ def over_ranks(
 
 
 class _Filled:
-    """Which of some arrays or shapes have elements: those pass, the others are made anew."""
+    """Mask of the arrays or shapes that have elements: those are passed, the others are made inside."""
 
     def __init__(self, leaves: Sequence[Any]):
         self.shapes = [(leaf.shape, leaf.dtype) for leaf in leaves]
@@ -115,8 +115,10 @@ def _weight_specs(weights: Any) -> Any:
 
 
 def _specs(tree: Any, ranks: Ranks) -> Any:
-    """Of anything but weights: pools and recurrent states are cut by heads, latent pages by tokens where those are dealt out, and
-    the rest is whole."""
+    """Partition specs of everything but weights.
+
+    Pools and recurrent states are cut by heads, latent pages by tokens where those are dealt out, and the rest is whole.
+    """
 
     def of(part: Any) -> Any:
         if isinstance(part, DeltaState):

@@ -25,7 +25,7 @@ SHORTEST_PART, LONGEST_PART = 256, 2048
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Adjustments:
-    """Of the B slots.
+    """Logits processors of the B slots.
 
     Attributes:
       bias: added to logits first of all; -inf refuses a token for good.
@@ -153,7 +153,7 @@ def _own(
 
 
 def _ended_words(ids: Int[Array, "B T"], adjust: Adjustments, vocab: int) -> Int[Array, "B T W"]:
-    """In each row the last tokens of the words whose others stand before it, `vocab` for words whose others do not."""
+    """Last tokens, in each row, of the refused words whose other tokens stand before it; `vocab` for all other words."""
     columns = jnp.arange(ids.shape[1])[:, None]
     trail = jnp.concatenate([adjust.tail, ids[:, 1:]], axis=1)
     before = trail[:, columns + jnp.arange(adjust.tail.shape[1])]

@@ -54,7 +54,7 @@ def cycle(
     page_table: Any,
     state: DecodeState,
     workspaces: Workspaces = Workspaces(),  # noqa: B008 - of constants
-    estimate: Float[Array, "T"] | None = None,
+    estimate: Float[Array, "E"] | None = None,
     shared: Int[Array, "*groups B"] | None = None,
     drafts: Bool[Array, "B"] | None = None,
     tables: GrammarTables | None = None,
@@ -96,7 +96,7 @@ class Block:
     logits: Float[Array, "B g V"] | None = None
     law: Law | None = None
     lengths: Int[Array, "B"] | None = None
-    odds: Float[Array, "B g"] | None = None
+    odds: Float[Array, "B F"] | None = None
     pack: Packing | None = None
 
 
@@ -128,7 +128,7 @@ def drafted(
     state: DecodeState,
     noise: Float[Array, "B T V"] | None,
     workspaces: Workspaces = Workspaces(),  # noqa: B008 - of constants
-    estimate: Float[Array, "T"] | None = None,
+    estimate: Float[Array, "E"] | None = None,
     shared: Int[Array, "*groups B"] | None = None,
 ) -> tuple[DecodeState, Block]:
     """Writes the drafter's context and proposes what comes after the pending tokens."""
@@ -136,7 +136,7 @@ def drafted(
     target = bind(setup.target, weights["target"])
     positions = emitted_at(setup, state)
     ids, draft_logits, draft_law, draft_pages = state.pending[:, None], None, None, state.draft_pages
-    lengths, odds, pack = None, None, None
+    told, lengths, odds, pack = None, None, None, None
     if setup.drafting is not None:
         drafter = bind(setup.drafting, weights["draft"])
         draft_pages = commit_context(drafter, state, draft_table, plans.context, workspaces.context)
@@ -167,6 +167,9 @@ def drafted(
                     pick = picker(setup, positions[:, :-1], state, draft_noise)
                     judged = with_noise(setup, state, judged, draft_noise)
                     proposals, draft_law = drafter.head.propose(judged, pick)
+                    if setup.per_request and drafter.config.head.confident:
+                        before = jnp.concatenate([state.pending[:, None], proposals[:, :-1]], axis=1)
+                        told = drafter.head.log_odds(judged, before)
                 elif setup.greedy and not setup.per_request:
                     whole = setup.width == setup.offered
                     rows = (
@@ -189,7 +192,7 @@ def drafted(
                     proposals = propose(setup, draft_logits, positions[:, :-1], state, draft_noise)
             if setup.per_request:
                 with jax.named_scope("budget"):
-                    odds, lengths, pack = shared_rows(setup, draft_law, draft_logits, state, estimate)
+                    odds, lengths, pack = shared_rows(setup, draft_law, draft_logits, state, estimate, told)
             # A barrier: what makes proposals would be done once more where they are judged, and not in one launch.
             ids = jax.lax.optimization_barrier(jnp.concatenate([ids, proposals], axis=1))
     # Who verifies without rejection asks for no law.
@@ -338,28 +341,32 @@ def shared_rows(
     law: Law | None,
     logits: Float[Array, "B g V"] | None,
     state: DecodeState,
-    estimate: Float[Array, "T"] | None,
-) -> tuple[Float[Array, "B g"], Int[Array, "B"], Packing]:
+    estimate: Float[Array, "E"] | None,
+    told: Float[Array, "B g"] | None = None,
+) -> tuple[Float[Array, "B F"], Int[Array, "B"], Packing]:
     """Where slots share the target's rows: their proposals' log-odds, the tokens to verify of each, and where those lie.
 
     Args:
       law: that a draft head's proposals are from; without one `logits` are the drafter's.
+      told: log-odds that a head gives its proposals itself. They come back behind those of laws.
     """
     live, slots = ~state.done, state.done.shape[0]
     if law is None:
         assert logits is not None, "a drafter gives a law or logits"
         law = Law(filtered_logits(logits, state.request, "sampled"))
     odds = log_odds(law.logits)
+    told = None if told is None else told.clip(-MOST_LOG_ODDS, MOST_LOG_ODDS)
     if setup.imposed_acceptance is not None:
         # A drafter that knows how good it is; its own law, which says nothing here, is read all the same, for it takes time.
         chances = imposed_chances(setup.imposed_acceptance, setup.offered - 1, slots)
-        odds = jnp.where(
-            jnp.isnan(odds), odds, jax.scipy.special.logit(chances)[:, None].clip(-MOST_LOG_ODDS, MOST_LOG_ODDS)
-        )
+        known = jax.scipy.special.logit(chances)[:, None].clip(-MOST_LOG_ODDS, MOST_LOG_ODDS)
+        odds = jnp.where(jnp.isnan(odds), odds, known)
+        told = None if told is None else jnp.where(jnp.isnan(told), told, known)
     assert estimate is not None, "whoever verifies per request has an estimate"
     _, rows = setup.verified_shape(slots)
-    lengths = budget(survivals(odds, estimate), live, rows)
-    return odds, lengths, packing(lengths, rows, setup.width)
+    lengths = budget(survivals(odds, estimate, told), live, rows)
+    both = odds if told is None else jnp.concatenate([odds, told], axis=1)
+    return both, lengths, packing(lengths, rows, setup.width)
 
 
 def cycle_plans(setup: Setup, weights: Any, page_table: Any, state: Any) -> Plans:
@@ -384,7 +391,7 @@ def cycle_workspaces(setup: Setup, weights: Weights, page_table: Any, state: Dec
 
 
 def _most_tokens(setup: Setup) -> int:
-    """Of a slot, for which a head's best rows are asked at once."""
+    """The largest number of a slot's tokens for which a head's best rows are computed at once."""
     return max(setup.offered, 0 if setup.draft is None else setup.draft.block_size)
 
 

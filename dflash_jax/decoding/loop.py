@@ -36,7 +36,7 @@ def loop(
     cycles: Int[Array, ""],
     until_any: Bool[Array, ""],
     retired: Bool[Array, "B"],
-    estimate: Float[Array, "T"] | None = None,
+    estimate: Float[Array, "E"] | None = None,
     shared: Int[Array, "*groups B"] | None = None,
     drafts: Bool[Array, "B"] | None = None,
     tables: GrammarTables | None = None,
@@ -121,5 +121,5 @@ def no_rows(setup: Setup, cycles: int, slots: int) -> Emitted:
         top_ids=jnp.zeros((*rows, top), jnp.int32),
         top_logprobs=jnp.zeros((*rows, top), jnp.float32),
         lengths=jnp.zeros(rows[:2], jnp.int32) if setup.per_request else None,
-        odds=jnp.zeros((*rows[:2], setup.width - 1), jnp.float32) if setup.per_request else None,
+        odds=jnp.zeros((*rows[:2], setup.signs * (setup.width - 1)), jnp.float32) if setup.per_request else None,
     )

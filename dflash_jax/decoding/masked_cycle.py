@@ -29,7 +29,7 @@ def draft_block(
     page_table: Any,
     state: DecodeState,
     retired: Bool[Array, "B"],
-    estimate: Float[Array, "T"] | None = None,
+    estimate: Float[Array, "E"] | None = None,
     shared: Int[Array, "*groups B"] | None = None,
 ) -> tuple[DecodeState, Int[Array, "B told"], Block]:
     """The first part: see `cycle.drafted`; slots in `retired` are done.

@@ -153,6 +153,11 @@ class Setup:
         """Tokens of one slot that the target verifies in one cycle at most (T): the pending one and the first proposals."""
         return self.offered if self.per_request else self.length
 
+    @property
+    def signs(self) -> int:
+        """Of each proposal (`DFlashConfig.signs`), s."""
+        return 1 if self.draft is None else self.draft.signs
+
     def verified_shape(self, slots: int) -> tuple[int, int]:
         """Sequences and tokens of each in the target's pass; where slots may differ, their tokens side by side are one."""
         return (1, slots * self.length) if self.per_request else (slots, self.width)
@@ -222,7 +227,7 @@ def page_shape(pages: Pages, table_width: int) -> PageShape | None:
 
 
 def _dtype(weights: Mapping[str, Mapping[str, Any]]) -> jnp.dtype:
-    """Of activations: that of the target's embeddings."""
+    """Dtype of activations: that of the target's embeddings."""
     return jnp.dtype(weights["target"]["embed.weight"].dtype)
 
 
@@ -291,7 +296,7 @@ class Emitted:
       logprobs: log-probability of each emitted token, 1 where not asked for.
       top_ids, top_logprobs: the most probable tokens at each place; width 0 where not asked for.
       lengths, odds: of each slot the tokens that were verified, and of its proposals the log-odds of their laws' most probable
-        tokens, where both follow each request; else None.
+        tokens, then those that a head gives itself which estimates them, where both follow each request; else None.
     """
 
     tokens: Int[Array, "B T"]
@@ -301,7 +306,7 @@ class Emitted:
     top_ids: Int[Array, "B T k"]
     top_logprobs: Float[Array, "B T k"]
     lengths: Int[Array, "B"] | None = None
-    odds: Float[Array, "B g"] | None = None
+    odds: Float[Array, "B F"] | None = None
 
 
 def without_pools(state: DecodeState) -> DecodeState:

@@ -2,8 +2,13 @@
 
 A proposal stands only where all before it do, so what counts is the chance that so many stand, which falls from place to place: of
 all pairs of a request and a place the best ones are a prefix of each request's block. How likely a proposal is to stand is read off
-the law that it is drawn from, never off the drawn token: whether a place is looked at then depends on tokens before it alone, and
-the text's law stays what it is. What turns that law into a chance is learnt by `engine.acceptance_estimate`.
+the law that it is drawn from, and off what a head says of its place, never off the drawn token. What turns these into a chance is
+learnt by `engine.acceptance_estimate`.
+
+Both may depend on tokens that were drawn at places before, as a Markov head's law does. Texts keep their law all the same: chances
+fall along a block, so the best pairs are found one after the other, and the chance of the next pair of each request is known from
+tokens of pairs that were chosen before it. Whether a pair is chosen thus says nothing of the token drawn there. It would where a
+chance depends on its own place's token, or on that of a place behind.
 """
 
 import jax
@@ -28,13 +33,18 @@ def log_odds(logits: Float[Array, "B g C"]) -> Float[Array, "B g"]:
     return jnp.clip(-jnp.log(jnp.sum(others, axis=-1)), -MOST_LOG_ODDS, MOST_LOG_ODDS)
 
 
-def survivals(odds: Float[Array, "B g"], estimate: Float[Array, "T"]) -> Float[Array, "B g"]:
+def survivals(
+    odds: Float[Array, "B g"], estimate: Float[Array, "E"], told: Float[Array, "B g"] | None = None
+) -> Float[Array, "B g"]:
     """The chance that each proposal and all before it stand.
 
     Args:
-      estimate: the slope of the logistic law, then the intercepts of places.
+      odds: of `log_odds`.
+      estimate: slopes of the logistic law, one, or two with `told`; then the intercepts of places.
+      told: log-odds that a head gives itself.
     """
-    return jnp.cumprod(jax.nn.sigmoid(estimate[0] * odds + estimate[1:]), axis=1)
+    signs = estimate[0] * odds if told is None else estimate[0] * odds + estimate[1] * told
+    return jnp.cumprod(jax.nn.sigmoid(signs + estimate[1 if told is None else 2 :]), axis=1)
 
 
 def budget(survival: Float[Array, "B g"], live: Bool[Array, "B"], rows: int) -> Int[Array, "B"]:

@@ -10,7 +10,7 @@ LOW_TOKENS_PER_CYCLE = 1.2
 
 
 def acceptance_by_position(cycles: Mapping[tuple[int, int], int]) -> tuple[float, ...]:
-    """For each place of a block, the share of the cycles that offered a draft there in which that draft was accepted.
+    """Acceptance rates by position of a block: the share of the cycles with a draft there in which that draft was accepted.
 
     Args:
       cycles: how many there were by the drafts that one offered and the first so many of them that were accepted. A cycle offers

@@ -1,18 +1,20 @@
 """What a drafter's own confidence says of its proposals: a logistic law that is fitted while requests are served.
 
-A proposal at place k is reckoned to stand with chance sigmoid(w f + b_k), f the log-odds of its law's most probable token. The
-slope is shared by all places and the intercepts by all requests. Where a block ends is the one place at which a proposal is seen
-to fall; what stands behind it was never judged.
+A proposal at place k is reckoned to stand with chance sigmoid(w f + b_k), f the log-odds of its law's most probable token; where
+a head estimates that chance itself, with chance sigmoid(w f + v c + b_k), c the log-odds that it gives. Slopes are shared by all
+places and the intercepts by all requests. Where a block ends is the one place at which a proposal is seen to fall; what stands
+behind it was never judged.
 
 Source: Newton's method for logistic regression (Hastie, Tibshirani, Friedman, The Elements of Statistical Learning, section 4.4.1),
-whose matrix is an arrowhead here: one slope coupled with intercepts that are not coupled with each other.
+whose matrix is an arrowhead here: a slope or two coupled with intercepts that are not coupled with each other.
 """
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-# Before anything was seen: about what drafters of several families turned out to have.
-FIRST_SLOPE, FIRST_INTERCEPT = 0.5, -0.2
+# Before anything was seen: about what drafters of several families turned out to have. Of two signs, halfway between that and a
+# head that is right.
+FIRST_SLOPES, FIRST_INTERCEPT = {1: (0.5,), 2: (0.25, 0.5)}, -0.2
 # Cycles between two steps, and before the first one: from there on twice as many each time, as who expects too little of a drafter
 # may soon ask nothing of it any more.
 REFIT_CYCLES, FIRST_CYCLES = 100, 8
@@ -24,29 +26,34 @@ class AcceptanceEstimate:
     """The law's parameters, and what was observed since they last changed.
 
     Args:
-      drafts: proposals of a block.
+      drafts: proposals of a block (g).
+      signs: log-odds of each proposal (s): of its law, and the ones that a head gives (`DFlashConfig.signs`).
 
     Attributes:
-      slope, intercepts: w and b.
+      slopes, intercepts: w and v, and b.
     """
 
-    def __init__(self, drafts: int):
-        self.slope, self.intercepts = FIRST_SLOPE, np.full(drafts, FIRST_INTERCEPT)
+    def __init__(self, drafts: int, signs: int = 1):
+        self.slopes, self.intercepts = np.array(FIRST_SLOPES[signs]), np.full(drafts, FIRST_INTERCEPT)
         self._seen: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
         self._cycles, self._wanted = 0, FIRST_CYCLES
 
     @property
-    def parameters(self) -> Float[np.ndarray, "T"]:
-        """As programs take them, float32: the slope, then the intercepts."""
-        return np.concatenate([[self.slope], self.intercepts]).astype(np.float32)
+    def parameters(self) -> Float[np.ndarray, "E"]:
+        """As programs take them, float32: the slopes, then the intercepts."""
+        return np.concatenate([self.slopes, self.intercepts]).astype(np.float32)
 
-    def chances(self, odds: Float[np.ndarray, "... g"]) -> Float[np.ndarray, "... g"]:
-        """That each proposal stands where those before it do."""
-        return 1 / (1 + np.exp(-(self.slope * odds + self.intercepts)))
+    def chances(self, odds: Float[np.ndarray, "... F"]) -> Float[np.ndarray, "... g"]:
+        """That each proposal stands where those before it do. `odds` are all proposals' first signs, then their second ones."""
+        signs = self._apart(odds)
+        return 1 / (1 + np.exp(-(np.einsum("...sg,s->...g", signs, self.slopes) + self.intercepts)))
+
+    def _apart(self, odds: Float[np.ndarray, "... F"]) -> Float[np.ndarray, "... s g"]:
+        return odds.reshape(*odds.shape[:-1], len(self.slopes), len(self.intercepts))
 
     def observe(
         self,
-        odds: Float[np.ndarray, "n g"],
+        odds: Float[np.ndarray, "n F"],
         accepted: Int[np.ndarray, "n"],
         verified: Int[np.ndarray, "n"],
         *,
@@ -55,10 +62,11 @@ class AcceptanceEstimate:
         """Takes in blocks of `cycles` cycles, and makes a step once there were enough of them.
 
         Args:
+          odds: as of `chances`.
           accepted: proposals that stood.
           verified: tokens that were verified, the pending one included.
         """
-        places = np.arange(odds.shape[1])
+        places = np.arange(len(self.intercepts))
         stood = places < accepted[:, None]
         judged = stood | ((places == accepted[:, None]) & (places < verified[:, None] - 1))
         self._seen.append((odds.astype(np.float64), stood, judged))
@@ -69,19 +77,20 @@ class AcceptanceEstimate:
             self.step(odds, stood, judged)
 
     def step(
-        self, odds: Float[np.ndarray, "n g"], stood: Bool[np.ndarray, "n g"], judged: Bool[np.ndarray, "n g"]
+        self, odds: Float[np.ndarray, "n F"], stood: Bool[np.ndarray, "n g"], judged: Bool[np.ndarray, "n g"]
     ) -> None:
-        """One damped step of Newton's method; the slope stays at 0 or above: confidence is no bad sign."""
-        chance = self.chances(odds)
+        """One damped step of Newton's method; slopes stay at 0 or above: confidence is no bad sign."""
+        chance, signs = self.chances(odds), self._apart(odds)
         wrong = np.where(judged, stood - chance, 0.0)
         weight = np.where(judged, chance * (1 - chance), 0.0)
         counts = judged.sum(axis=0)
-        corner, diagonal = np.sum(weight * odds**2) + RIDGE, weight.sum(axis=0) + RIDGE
-        edge, by_place = np.sum(weight * odds, axis=0), wrong.sum(axis=0)
-        rest = corner - np.sum(edge**2 / diagonal)
-        slope = (np.sum(wrong * odds) - np.sum(edge * by_place / diagonal)) / rest
-        slope *= counts.sum() / (counts.sum() + SHRINKAGE)
-        slope = np.clip(slope, max(-LARGEST_STEP, -self.slope), LARGEST_STEP)
-        intercepts = (by_place - edge * slope) / diagonal * counts / (counts + SHRINKAGE)
-        self.slope += float(slope)
+        weighted, diagonal = signs * weight[:, None], weight.sum(axis=0) + RIDGE
+        corner = np.einsum("nsg,ntg->st", weighted, signs) + RIDGE * np.eye(len(self.slopes))
+        edge, by_place = weighted.sum(axis=0), wrong.sum(axis=0)
+        rest = corner - (edge / diagonal) @ edge.T
+        slopes = np.linalg.solve(rest, np.einsum("ng,nsg->s", wrong, signs) - edge @ (by_place / diagonal))
+        slopes *= counts.sum() / (counts.sum() + SHRINKAGE)
+        slopes = np.clip(slopes, np.maximum(-LARGEST_STEP, -self.slopes), LARGEST_STEP)
+        intercepts = (by_place - slopes @ edge) / diagonal * counts / (counts + SHRINKAGE)
+        self.slopes = self.slopes + slopes
         self.intercepts = self.intercepts + np.clip(intercepts, -LARGEST_STEP, LARGEST_STEP)

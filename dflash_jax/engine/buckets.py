@@ -58,7 +58,7 @@ class Buckets:
         cls, *, max_batch: int, max_tokens: int, page_size: int, longest: int, max_chunk: int, dense: int = 0,
         one_shape: bool = False,
     ) -> "Buckets":  # fmt: skip
-        """For sequences of `max_tokens` tokens and prompts of `longest`; `max_chunk` tokens are prefilled at once at most.
+        """Buckets for sequences of `max_tokens` tokens and prompts of `longest`; `max_chunk` tokens are prefilled at once at most.
 
         `dense`: up to so many tokens a program is another one than beyond; 0 where it is not. Some width ends there. `one_shape`:
         the largest of each alone, and prompts in pieces only.

@@ -107,7 +107,7 @@ class CascadePolicy:
 def layer_costs(
     specs: Sequence[LayerSpec], page_bytes: Iterable[int], heads: int, page_size: int
 ) -> tuple[LayerCost, ...]:
-    """Of the layers of one model that can read shared pages once; none of latent rows.
+    """Costs of one model's layers that can read shared pages once; none for latent rows.
 
     Args:
       page_bytes: of each layer.

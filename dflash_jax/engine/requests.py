@@ -122,7 +122,7 @@ def stop_bucket(stops: int) -> int:
 
 @dataclass
 class Update:
-    """What one request gained since its last update.
+    """Tokens that one request gained since its last update.
 
     Attributes:
       tokens: new token ids.

@@ -219,7 +219,7 @@ class Resources:
 
     @property
     def cascade_policy(self) -> CascadePolicy | None:
-        """Who says whether cycles read shared pages once; None where none do. Who else has a page says nothing to exact texts."""
+        """Policy that decides whether cycles read shared pages once; None if none do, as with `exact`."""
         if (
             self.exact
             or self.dealt > 1
@@ -421,7 +421,9 @@ class Resources:
                 cost = self._cycle_cost(self.draft)
                 # Where sharing was measured: dense layers with attention, on one GPU.
                 dense = cost.target.experts == 0.0 and cost.target.state == 0.0
-                self._lengths = AutoPolicy(offered, cost, option, sharing=dense and self.tp == 1)
+                self._lengths = AutoPolicy(
+                    offered, cost, option, sharing=dense and self.tp == 1, signs=self.draft.signs
+                )
             else:
                 self._lengths = VerifyPolicy(offered, option)
         return self._lengths
@@ -444,7 +446,8 @@ class Resources:
         learnt = self.verify_policy.estimate
         # Chosen before somebody set another length: what was learnt then is gone.
         if learnt is None:
-            learnt = AcceptanceEstimate(0 if self.draft is None else self.draft.num_drafts)
+            drafts, signs = (0, 1) if self.draft is None else (self.draft.num_drafts, self.draft.signs)
+            learnt = AcceptanceEstimate(drafts, signs)
         return learnt.parameters
 
     def verify_lengths(self, setup: Setup, slots: int) -> tuple[Length, ...]:
@@ -565,7 +568,7 @@ class Resources:
 
     @cached_property
     def shelf(self) -> Shelf:
-        """Where the tables of grammars are."""
+        """Device tables of the grammars in use."""
         ranks = self.programs.ranks
         everywhere = None if ranks is None else NamedSharding(ranks.mesh, PartitionSpec())
         return Shelf(self.target.vocab_size, partial(jax.device_put, device=everywhere))

@@ -24,7 +24,7 @@ thread to thread as often.
 
 
 def no_sink(ticket: int, what: Update | Exception) -> None:
-    """For requests whose updates nobody reads."""
+    """Sink for requests whose updates nobody reads."""
 
 
 @dataclass(eq=False)
@@ -316,9 +316,12 @@ class Slots:
           snapshot, or -1.
         """
         nothing = [Held() for _ in self.pools]
-        if self.root is None or job.scored:
+        if self.root is None:
             return nothing, 0, 0, -1
+        # Those behind it ask for the keys of a prompt that is scored, too.
         extend_keys(job.keys, job.context, self.page_size, self.root, job.request.marks)
+        if job.scored:
+            return nothing, 0, 0, -1
         keys = job.keys[: (len(job.context) - 1) // self.page_size]
         number = known = min(pool.leading(keys) for pool in self.pools)
         row, alike = -1, 0

@@ -57,15 +57,22 @@ class AutoPolicy(VerifyPolicy):
         promises `MARGIN` more than any common length; "per_request" always has them shared where neither the whole block nor plain
         decoding is better.
       sharing: whether "auto" may have rows shared.
+      signs: of each proposal (`DFlashConfig.signs`).
     """
 
     def __init__(
-        self, offered: int, cost: CycleCost, option: Literal["auto", "per_request"] = "auto", *, sharing: bool = True
+        self,
+        offered: int,
+        cost: CycleCost,
+        option: Literal["auto", "per_request"] = "auto",
+        *,
+        sharing: bool = True,
+        signs: int = 1,
     ):
         super().__init__(offered, option)
         self.sharing = sharing or option == "per_request"
         self.cost, self.forced, self.whole = cost, option == "per_request", Length(offered)
-        self.estimate = self.learnt = AcceptanceEstimate(offered - 1)
+        self.estimate = self.learnt = AcceptanceEstimate(offered - 1, signs)
         self.requests: dict[Kind, RequestAcceptance] = {
             "greedy": RequestAcceptance(offered - 1),
             "sampled": RequestAcceptance(offered - 1),

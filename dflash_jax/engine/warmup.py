@@ -205,7 +205,8 @@ class Jobs:
 
     def _more(self, slots: int, *, shared: Sharing | None) -> tuple[Any, Any]:
         """Estimate and shared pages, as `loop` takes them."""
-        estimate = jax.ShapeDtypeStruct((self.setup.width,), np.float32) if self.setup.per_request else None
+        numbers = self.setup.signs + self.setup.width - 1
+        estimate = jax.ShapeDtypeStruct((numbers,), np.float32) if self.setup.per_request else None
         shape = (slots,) if shared == "group" else (GROUPS, slots)
         return estimate, None if shared is None else np.zeros(shape, np.int32)
 

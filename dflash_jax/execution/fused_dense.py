@@ -109,7 +109,7 @@ type _After = Callable[[Float[Array, "M D"]], Float[Array, "M D"]]
 def _convolved(
     conv: Any, normed: Float[Array, "M D"], shape: tuple[int, ...]
 ) -> tuple[Float[Array, "M D"], _After | None]:
-    """What goes into a sublayer, and what is done to that which comes out of it; None for nothing.
+    """Input of a sublayer, and the function applied to its output; None for none.
 
     Args:
       shape: of the rows as blocks, which no convolution leaves.

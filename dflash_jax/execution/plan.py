@@ -519,7 +519,7 @@ def _chain_refusal(traits: LayerTraits, rows: int, dtype: jnp.dtype, itemsize: i
 
 
 def _sizes(traits: LayerTraits) -> list[dict[str, int]]:
-    """Of a layer and what the next one begins with, for each kind of either."""
+    """Sizes of a layer and of the next one's first operation, for each kind of either."""
     both, (firsts, lasts) = {"hidden": traits.hidden, "inner": traits.inner}, zip(*traits.mixers, strict=True)
     return [
         both | {"heads_width": last, "next_width": first}

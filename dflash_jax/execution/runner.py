@@ -68,7 +68,7 @@ class Planned:
                 return run_fused_moe(layers, norm, x, first, rotary, attend, cache, ranks=self._ranks(layers, x))
 
     def _ranks(self, layers: Sequence[Any], x: Array) -> RankExchange | None:
-        """Where ranks exchange between launches; None where they do not or by collectives of JAX's."""
+        """Memory for exchanges of ranks between launches; None without exchanges, or if JAX's collectives do them."""
         held = self.workspace or make_workspace(self.plan, layers, x)
         return None if held is None else held.ranks
 

@@ -1,1 +1,1 @@
-"""For people who sit in front of it: conversations."""
+"""Interactive use: conversations, and texts shown as they come."""

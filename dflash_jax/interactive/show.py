@@ -72,7 +72,7 @@ def _plain(text: str) -> str:
 
 
 def _notebook() -> Callable[[str], None] | None:
-    """What replaces the output of a notebook's cell, by HTML; None where there is no notebook."""
+    """Function that replaces a notebook cell's output by HTML; None outside of a notebook."""
     if "IPython" not in sys.modules:  # a kernel has it
         return None
     from IPython import get_ipython

@@ -191,7 +191,7 @@ class Indexer(nnx.Module):
         self.weights_proj = Linear(heads, config.hidden_size)
 
     def __call__(self, x: Array, q_latent: Array, rotary: Rotary) -> IndexRows:
-        """Of the layer's normed input `x [B,T,D]` and the queries' normed latent `[B,T,Rq]`."""
+        """Index queries, keys and weights of the layer's normed input `x [B,T,D]` and the queries' normed latent `[B,T,Rq]`."""
         config = self.config
         q = self.q_proj(q_latent).reshape(*x.shape[:-1], config.index_heads, config.index_head_dim)
         k = self.k_norm(self.k_proj(x))[..., None, :]

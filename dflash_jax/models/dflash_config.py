@@ -194,6 +194,11 @@ class DFlashConfig(DecoderConfig):
         return self.block_size if self.sample_from_anchor else self.block_size - 1
 
     @property
+    def signs(self) -> int:
+        """Log-odds that say how likely a proposal is to stand: those of its law, and those that a head gives which estimates it."""
+        return 1 if self.head is None or not self.head.confident else 2
+
+    @property
     def head_sizes(self) -> Sizes:
         """Sizes of its draft head."""
         rows = self.draft_vocab_size or self.vocab_size

@@ -283,7 +283,7 @@ def norm_parameters(config: DecoderConfig, ours: str, theirs: str, leaf: str) ->
 def attention_parameters(
     config: GemmaConfig, index: int, ours: str, theirs: str, leaf: str, *, values: bool = True
 ) -> list[Parameter]:
-    """Of one layer's attention; `values` says whether these have a projection of their own."""
+    """Parameters of one layer's attention; `values` says whether these have a projection of their own."""
     d, n, (k, h) = config.hidden_size, config.num_heads, config.head_shape(index)
     rows = {"q_proj": n, "k_proj": k} | ({"v_proj": k} if values else {})
     heads = tuple(Source(f"{theirs}{name}.weight", (count * h, d)) for name, count in rows.items())

@@ -326,7 +326,7 @@ class LayerInputs(nnx.Module):
         self.norm = WideNorm(config.per_layer_width, config.norm_eps)
 
     def __call__(self, ids: Int[Array, "B T"], x: Float[Array, "B T D"]) -> Float[Array, "B T L P"]:
-        """Of tokens whose shared embedding is x."""
+        """Per-layer embeddings of tokens whose shared embedding is x."""
         token = self.embed(ids) * jnp.asarray(self.shape[1] ** 0.5, x.dtype)
         shared = times(self.proj(x), x.shape[-1] ** -0.5)
         token, shared = (rows.reshape(*ids.shape, *self.shape) for rows in (token, shared))
@@ -393,7 +393,7 @@ def gemma4_parameters(config: Gemma4Config) -> tuple[Parameter, ...]:
 
 
 def layer_parameters(config: Gemma4Config, index: int, ours: str, theirs: str) -> list[Parameter]:
-    """Of one layer, under our prefix and the checkpoint's."""
+    """Parameters of one layer, under our prefix and the checkpoint's."""
     d, p = config.hidden_size, config.per_layer_width
     table = norm_parameters(config, ours, theirs, "weight")
     table += _attention_parameters(config, index, f"{ours}attn.", f"{theirs}self_attn.")
@@ -411,7 +411,7 @@ def layer_parameters(config: Gemma4Config, index: int, ours: str, theirs: str) -
 
 
 def _attention_parameters(config: Gemma4Config, index: int, ours: str, theirs: str) -> list[Parameter]:
-    """Of one layer's attention."""
+    """Parameters of one layer's attention."""
     d, n, (k, h) = config.hidden_size, config.num_heads, config.head_shape(index)
     keeps = index < config.cached_layers
     rows = {"q_proj": n} | ({"k_proj": k} if keeps else {}) | ({"v_proj": k} if config.has_values(index) else {})
@@ -424,7 +424,7 @@ def _attention_parameters(config: Gemma4Config, index: int, ours: str, theirs: s
 
 
 def _mixture_parameters(config: Gemma4Config, ours: str, theirs: str) -> list[Parameter]:
-    """Of one layer's experts, which a checkpoint has all in one tensor, and what stands around them."""
+    """Parameters of one layer's experts, which a checkpoint has all in one tensor, and what stands around them."""
     e, d, f = config.num_experts, config.hidden_size, config.moe_intermediate_size
     norms = {
         "input_norm": "pre_feedforward_layernorm_2", "out_norm": "post_feedforward_layernorm_2",

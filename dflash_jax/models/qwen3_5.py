@@ -365,7 +365,7 @@ class Qwen35(Decoder):
 
 
 def axes_of_pairs(sections: Sequence[int], pairs: int) -> np.ndarray:
-    """Of each pair of entries the axis it turns by: 0, 1, 2 by turns as long as an axis has pairs left, 0 where not."""
+    """Rotary axis of each pair of entries: 0, 1, 2 by turns as long as an axis has pairs left, 0 where not."""
     axes = np.arange(pairs) % 3
     for axis in (1, 2):
         axes[(axes == axis) & (np.arange(pairs) >= 3 * sections[axis])] = 0
@@ -406,7 +406,7 @@ def qwen35_parameters(config: Qwen35Config) -> tuple[Parameter, ...]:
 
 
 def _attention_parameters(config: Qwen35Config, ours: str, theirs: str) -> list[Parameter]:
-    """Of one layer with full attention. A checkpoint has each head's gate after its query, in one tensor."""
+    """Parameters of one layer with full attention. A checkpoint has each head's gate after its query, in one tensor."""
     d, n, k, h = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
 
     def sources(kind: str, *columns: int) -> tuple[Source, ...]:
@@ -430,7 +430,7 @@ def _attention_parameters(config: Qwen35Config, ours: str, theirs: str) -> list[
 
 
 def _delta_parameters(config: Qwen35Config, ours: str, theirs: str) -> list[Parameter]:
-    """Of one gated delta net: rows of queries, keys, values, output gates, write strengths and decays in one matrix."""
+    """Parameters of one gated delta net: rows of queries, keys, values, output gates, write strengths and decays in one matrix."""
     d, shape = config.hidden_size, config.delta
     values, repeat = shape.value_heads * shape.value_dim, shape.value_heads // shape.key_heads
     if config.grouped_projections:
@@ -456,7 +456,7 @@ def _delta_parameters(config: Qwen35Config, ours: str, theirs: str) -> list[Para
 
 
 def _expert_parameters(config: Qwen35Config, ours: str, theirs: str) -> list[Parameter]:
-    """Of routed experts, which a checkpoint has one by one or all in one tensor, and of the gated shared one; see `MoE`."""
+    """Parameters of routed experts, one by one in a checkpoint or all in one tensor, and of the gated shared one; see `MoE`."""
     e, d, f, shared = (
         config.num_experts,
         config.hidden_size,

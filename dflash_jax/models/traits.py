@@ -29,7 +29,7 @@ class ExpertTraits:
     shared: bool = False
 
     def of_rank(self, ranks: int) -> "ExpertTraits":
-        """Those of one of several devices."""
+        """Traits of one of several devices."""
         return replace(self, count=(self.count - self.shared) // ranks + self.shared)
 
 

@@ -23,7 +23,7 @@ _WORDS: ContextVar[RankExchange | None] = ContextVar("words", default=None)
 
 
 def pair_exchange(count: int) -> RankExchange:
-    """Where ranks exchange for `best_of_ranks` of so many values, in kernels in place of collectives of JAX's."""
+    """Memory in which kernels exchange for `best_of_ranks` of so many values, instead of JAX's collectives."""
     return rank_exchange(-(-2 * count // GATHERED), GATHERED, axis=AXIS)
 
 

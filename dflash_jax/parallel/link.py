@@ -182,7 +182,7 @@ def _own_names() -> list[str]:
 
 
 def _invitation(ours: dict[str, Any] | None) -> dict[str, Any]:
-    """What process 0 gives here, on all processes."""
+    """Broadcasts the argument of process 0 to all processes."""
     padded = np.zeros(_INVITATION_BYTES, np.uint8)
     if ours is not None:
         text = json.dumps(ours).encode()

@@ -210,7 +210,7 @@ class Answer:
         return [] if self.ask.usage is None else [self.last_chunk()]
 
     def failed(self, problem: Problem) -> dict[str, Any]:
-        """In place of what would have come."""
+        """Error event in place of the rest of a stream."""
         return problem.body()
 
     def framed(self, chunk: dict[str, Any]) -> bytes:
@@ -222,7 +222,7 @@ class Answer:
         return self._chunk(None) | {"usage": self.usage(), **self._metrics()}
 
     def _metrics(self) -> dict[str, Any]:
-        """Where they are asked for; null for several choices, whose times are of all of them."""
+        """Metrics, if they are asked for; null for several choices, whose times are of all of them."""
         if not self.ask.metrics:
             return {}
         (alone,) = self.done.values() if len(self.done) == 1 else (None,)

@@ -379,7 +379,7 @@ class Routes:
         return _json({"status": "ready"})
 
     async def version(self, _: Request) -> Response:
-        """Of this package."""
+        """Version of this package."""
         return _json({"version": importlib.metadata.version("dflash-jax")})
 
     async def figures(self, _: Request) -> Response:

@@ -116,7 +116,7 @@ def shown(value: Any) -> str:
 
 
 def completion_ask(body: Mapping[str, Any], defaults: Mapping[str, Any] = MappingProxyType({})) -> Ask:
-    """Of `/v1/completions`; `defaults` are for fields of sampling that it leaves out. Raises Problem, ParameterError."""
+    """Parses a body of `/v1/completions`; `defaults` are for the sampling fields it leaves out. Raises Problem, ParameterError."""
     check_names(body, COMPLETION_FIELDS)
     prompts = body.get("prompt")
     single = isinstance(prompts, str) or (_is_list(prompts) and len(prompts) > 0 and as_integer(prompts[0]) is not None)
@@ -152,7 +152,7 @@ def completion_ask(body: Mapping[str, Any], defaults: Mapping[str, Any] = Mappin
 
 
 def chat_ask(body: Mapping[str, Any], template: str | None, defaults: Mapping[str, Any] = MappingProxyType({})) -> Ask:
-    """Of `/v1/chat/completions`, for a model with this chat template; see `completion_ask`. Raises Problem, ParameterError."""
+    """Parses a body of `/v1/chat/completions` for a model with this template; see `completion_ask`, also for errors."""
     check_names(body, CHAT_FIELDS, _FIXED | _FIXED_OF_CHATS)
     messages = _messages(body.get("messages"), template or "")
     wanted, top = flag(body, "logprobs"), _integer(body, "top_logprobs", 0, MAX_LOGPROBS)

@@ -92,14 +92,14 @@ class ChatAnswer(Answer):
         return told
 
     def grammar_of(self, grammar: Grammar | None) -> Grammar | None:
-        """It begins where thoughts are over: with the token of their end, where it is one."""
+        """The grammar, to begin after reasoning: at the token that ends it, if it is one token."""
         if grammar is None or self._start is None or self._think_end is None:
             return grammar
         opens = self.tokenizer.backend.token_to_id(BEGIN) if self.tokenizer is not None else None
         return replace(grammar, opens=opens, closes=self._think_end, inside=self._start == "inside")
 
     def usage(self) -> dict[str, Any]:
-        """With the tokens of thoughts, their mark included."""
+        """Usage with the tokens of reasoning, its mark included."""
         made = super().usage()
         if self._start is not None:
             made["completion_tokens_details"] = {"reasoning_tokens": sum(map(self._thinking, self.done))}

@@ -37,7 +37,7 @@ def chat_with_tools(
     defaults: Mapping[str, Any] = MappingProxyType({}),
     tool_parser: ToolParser = "auto",
 ) -> ChatAsk:
-    """Of `/v1/chat/completions`; see `chat_ask`. Raises Problem, ParameterError."""
+    """Parses a body of `/v1/chat/completions`; see `chat_ask`. Raises Problem, ParameterError."""
     one_call = not _flag(body, "parallel_tool_calls")
     tools = _tools(body)
     template = template_of(tokenizer, tools)

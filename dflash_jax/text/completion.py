@@ -7,7 +7,7 @@ _SHOWN = 60  # characters of a text where it is named
 
 @dataclass(frozen=True)
 class Stats:
-    """Where the time of one request went. Compilation is counted apart and in none of the other figures.
+    """Times and acceptance of one request. Compilation is counted apart and in none of the other figures.
 
     Attributes:
       prefill_s: seconds from this prompt's first chunk to its first token, with the cycles others ran in between.
@@ -88,7 +88,7 @@ class Completion:
         )
 
     def _repr_html_(self) -> str:
-        """For notebooks: tokens coloured by where they came from, and what each cycle gained."""
+        """HTML for notebooks: tokens coloured by where they came from, and what each cycle gained."""
         from dflash_jax.text.completion_html import completion_html
 
         return completion_html(self)

@@ -112,7 +112,7 @@ class TextStream:
         return piece
 
     def _shortened(self, tokenizer: Tokenizer, text: str) -> str:
-        """What many tokens that are no character add to the text, the last of it held back; those in their middle are dropped.
+        """Text of many tokens that are no character, the last of it held back; those in their middle are dropped.
 
         The first ones stay because byte fallback judges a run of bytes as a whole, the last ones because the next byte may end a
         character with them. Without this, a request that never gets out of broken bytes would decode all of them for each new one.

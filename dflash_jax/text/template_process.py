@@ -89,7 +89,7 @@ class TemplateProcess:
         return self._process
 
     def _end(self) -> int | None:
-        """Its exit code; minus the number of a signal that ended it."""
+        """Ends the process and returns its exit code; minus the number of a signal that ended it."""
         process, self._process, self._ready = self._process, None, False
         if process is None:
             return None
@@ -124,7 +124,7 @@ class _Late(Exception):
 
 
 def _answer(process: subprocess.Popen[bytes], request: bytes, seconds: float) -> dict[str, Any] | None:
-    """What the process says to a request, or by itself where that is empty; None where it ends. Raises _Late."""
+    """Answer of the process to a request, or its first message if that is empty; None if it ends. Raises _Late."""
     stdin, stdout = cast(IO[bytes], process.stdin), cast(IO[bytes], process.stdout)
     late, data = threading.Event(), None
 

@@ -59,7 +59,7 @@ def receive(stream: IO[bytes]) -> bytes | None:
 
 
 def answer(request: bytes, most: int) -> dict[str, Any]:
-    """What a request comes to: `kind` is text, refused, option, broken, long or memory; `text` says more.
+    """Answer to a request: `kind` is text, refused, option, broken, long or memory; `text` says more.
 
     Args:
       request: JSON with the template, its messages, named special tokens and options.

@@ -7,7 +7,7 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class TokenBytes:
-    """Of a tokenizer's backend. What was found is kept.
+    """Bytes of the tokens of a tokenizer's backend, cached.
 
     Attributes:
       whole: whether a text is the bytes of its tokens one after the other, as byte-level decoders make it.

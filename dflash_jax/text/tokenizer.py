@@ -96,7 +96,7 @@ class Tokenizer:
         return self.token_bytes.whole and type(self).decode is Tokenizer.decode
 
     def alone(self, token: int, *, special: bool = False) -> str | None:
-        """What a token is among others that are whole characters, where a text is the bytes of its tokens (`joins_bytes`): nothing
+        """Text of a token among others that are whole characters, if a text is the bytes of its tokens (`joins_bytes`): nothing
         where it is silent, and None where its bytes may be a part of a character."""
         known = self._alone[special]
         if token not in known:

@@ -129,7 +129,7 @@ def given_answers(
 
 
 def fitting(answers: Sequence[Answer], length: int, vocab: int) -> list[Answer]:
-    """Those with at least two tokens of the answer within `length`, cut there.
+    """Answers with at least two tokens within `length`, cut there.
 
     Raises:
       PromptError: a token is not in the target's vocabulary, or none fits.

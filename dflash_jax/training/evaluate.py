@@ -54,7 +54,7 @@ class Acceptance:
 
 
 def loops(new: np.ndarray) -> np.ndarray:
-    """Which rows end in a loop: their last 48 tokens repeat with a period of at most 16."""
+    """Mask of the rows that end in a loop: their last 48 tokens repeat with a period of at most 16."""
     tail = new[:, -LOOP_TAIL:]
     periods = range(1, min(LOOP_PERIOD, tail.shape[1] - 1) + 1)
     return np.any([np.all(tail[:, p:] == tail[:, :-p], axis=1) for p in periods], axis=0)

@@ -46,7 +46,7 @@ class Places(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """Of each place.
+    """Terms of the loss at each position.
 
     Attributes:
       loss: what training adds up.

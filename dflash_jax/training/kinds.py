@@ -46,7 +46,7 @@ def with_kind(config: DFlashConfig, kind: str, sizes: HeadSizes) -> DFlashConfig
 
 
 def kind_of(config: DFlashConfig) -> str:
-    """Which of `KINDS` a configuration made by `with_kind` is."""
+    """Name in `KINDS` of a configuration made by `with_kind`."""
     return "v1" if config.head is None else {"selector": "dflash2", "markov": "dspark"}[config.head.kind]
 
 

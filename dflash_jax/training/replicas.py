@@ -35,7 +35,7 @@ class Replicas:
         self.mesh = Mesh(np.array(devices[:count]), (AXIS,))
 
     def shardings(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Of a state: `moments` in parts where some axis is a multiple of the devices, all else whole."""
+        """Shardings of a state: `moments` in parts where some axis is a multiple of the devices, all else whole."""
         whole = NamedSharding(self.mesh, P())
 
         def part(leaf: Any) -> NamedSharding:

@@ -21,7 +21,7 @@ _SHOW_EVERY_S = 10.0
 
 @runtime_checkable
 class Pace(Protocol):
-    """Of a run's settings, what its steps go by: how many are one compiled call, and the share of them that warms up."""
+    """Settings of a run's steps: the number in one compiled call, and the share that warms up."""
 
     @property
     def chunk(self) -> int: ...

@@ -7,9 +7,9 @@ import pytest
 
 import dflash_jax as dj
 from dflash_jax.attention import prefill
+from dflash_jax.engine.batch import Batch
 from dflash_jax.engine.buckets import Buckets
 from dflash_jax.engine.requests import Request, Update
-from dflash_jax.engine.scheduler import Batch
 from dflash_jax.errors import ParameterError
 from dflash_jax.models import layers
 from dflash_jax.options import LoadOptions

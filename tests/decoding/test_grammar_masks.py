@@ -17,7 +17,7 @@ from dflash_jax.decoding.grammar_masks import Follower, Grammar, masked, masks_o
 from dflash_jax.decoding.grammar_tables import GrammarTables, Shelf, block_states, states_after, table_masks
 from dflash_jax.decoding.sampling import choose, filtered_logits
 from dflash_jax.decoding.token_automata import TokenAutomaton
-from dflash_jax.engine import scheduler
+from dflash_jax.engine import batch
 from dflash_jax.engine.requests import adjustments
 from dflash_jax.errors import DFlashError
 from dflash_jax.models.registry import bind
@@ -150,13 +150,13 @@ def test_results_are_looked_at_before_the_next_cycles_begin(make_pair: Any, monk
     """Cycles that ask the host return with results: a call behind them would only keep those back."""
     pair = make_pair(max_batch=2, max_model_len=64)
     monkeypatch.setattr(pair.engine, "goes_ahead", True)  # of a device that works while the host goes on
-    events, cycles = list[str](), scheduler.masked_cycles
+    events, cycles = list[str](), batch.masked_cycles
 
     def told(*args: Any, **named: Any) -> Any:
         events.append("cycles")
         return cycles(*args, **named)
 
-    monkeypatch.setattr(scheduler, "masked_cycles", told)
+    monkeypatch.setattr(batch, "masked_cycles", told)
     grammar = grammar_of("([!-@][A-`])*", VOCAB, END)
     for update in pair.engine.run(
         [replace(asked(0, PROMPTS[0], max_tokens=40), grammar=grammar, eos_ids=())], cycles=4

@@ -13,7 +13,7 @@ from dflash_jax.decoding import cycle, grammar_tables
 from dflash_jax.decoding.grammar_masks import NO_GRAMMAR, Follower, Grammar, masks_of
 from dflash_jax.decoding.grammar_tables import Shelf, block_states, states_after, table_masks
 from dflash_jax.decoding.token_automata import FREE
-from dflash_jax.engine import scheduler
+from dflash_jax.engine import batch
 
 from ..hybrid_pair import hybrid_pair
 from ..random_pair import VOCAB
@@ -48,13 +48,13 @@ def test_texts_are_those_of_the_host(make_pair: Any, monkeypatch: Any) -> None:
         asks[index] = replace(asks[index], grammar=tables[table], eos_ids=(END,))
     assert [ask.mode for ask in asks] == ["greedy", *["regular"] * 4, "greedy", "regular", "regular"]
     asked_host = list[str]()
-    cycles = scheduler.masked_cycles
+    cycles = batch.masked_cycles
 
     def told(*args: Any, **named: Any) -> Any:
         asked_host.append("cycles")
         return cycles(*args, **named)
 
-    monkeypatch.setattr(scheduler, "masked_cycles", told)
+    monkeypatch.setattr(batch, "masked_cycles", told)
     plain, _ = texts_of(pair, asks, draft=False)
     assert not asked_host
     assert pair.engine.scheduler.stats.preemptions, "nobody came back: no grammar was begun in the middle of a text"
@@ -79,13 +79,13 @@ def test_texts_are_those_of_the_host(make_pair: Any, monkeypatch: Any) -> None:
 
     # One among them that the host has to be asked for: all beside it are followed by the host meanwhile, and by tables again.
     switched = list[tuple[str, str]]()
-    follow = scheduler.Batch._follow_anew
+    follow = batch.Batch._follow_anew
 
     def turned(batch: Any, needs: Any) -> None:
         switched.append((batch.needs.mode, needs.mode))
         follow(batch, needs)
 
-    monkeypatch.setattr(scheduler.Batch, "_follow_anew", turned)
+    monkeypatch.setattr(batch.Batch, "_follow_anew", turned)
     mixed = [on_host(ask) if index == 3 else ask for index, ask in enumerate(asks)]
     assert texts_of(pair, mixed, draft=True)[0] == plain
     assert {("regular", "structured"), ("structured", "regular")} <= set(switched)
@@ -101,14 +101,14 @@ def test_grammars_wait_for_room(make_pair: Any, monkeypatch: Any) -> None:
         replace(asked(index, PROMPTS[index], max_tokens=30), grammar=tables[index], eos_ids=(END,))
         for index in range(3)
     ]
-    most, place = [], scheduler.Batch.place
+    most, place = [], batch.Batch.place
 
     def told(batch: Any, job: Any) -> bool:
         found = place(batch, job)
         most.append((len(batch.slots.taken), found))
         return found
 
-    monkeypatch.setattr(scheduler.Batch, "place", told)
+    monkeypatch.setattr(batch.Batch, "place", told)
     texts, _ = texts_of(pair, asks, draft=True)
     assert [len(text) for text in texts] == [13, 14, 15]
     assert {taken for taken, found in most if found} == {0}

@@ -7,6 +7,9 @@ import numpy as np
 import pytest
 
 import dflash_jax as dj
+from dflash_jax.engine.acceptance_estimate import AcceptanceEstimate
+from dflash_jax.engine.verify_auto import AutoPolicy, Choice
+from dflash_jax.engine.verify_policy import Length
 
 DATA = Path(__file__).parents[1] / "data"
 PROMPTS = [row["text"] for row in json.loads((DATA / "heldout_prompts.json").read_text(encoding="utf-8"))]
@@ -27,6 +30,23 @@ def test_proposals_of_a_trained_drafter_stand_and_change_no_text(draft: Path | N
         drafted, plain = (dj.generate(model, PROMPTS[:2], params, draft=draft) for draft in (True, False))
         assert [one.token_ids for one in drafted] == [one.token_ids for one in plain]
         assert gained(drafted) > least
+
+
+def test_the_confidence_head_has_its_say_and_changes_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that four requests share, two of them greedy: it tells proposals that stand from those that fall."""
+    model = dj.load(max_batch=4, max_model_len=128, verify_length="per_request")
+    shared, seen = Length(4, shared=True), []
+    monkeypatch.setattr(AutoPolicy, "shares", lambda policy, slots: True)
+    monkeypatch.setattr(AutoPolicy, "best", lambda policy, rates: shared)
+    monkeypatch.setattr(AutoPolicy, "choose", lambda policy, *_: Choice(shared, shared))
+    monkeypatch.setattr(AcceptanceEstimate, "step", lambda estimate, *observed: seen.append(observed))
+    each = [dj.SamplingParams(max_tokens=32, temperature=float(i % 2), seed=i, ignore_eos=True) for i in range(4)]
+    drafted, plain = (dj.generate(model, PROMPTS[:4], each, draft=draft) for draft in (True, False))
+    assert [one.token_ids for one in drafted] == [one.token_ids for one in plain]
+    assert model.engine.verify_policy.cycles.keys() == {shared}
+    odds, stood, judged = (np.concatenate(each) for each in zip(*seen, strict=True))
+    told = odds[:, 15:]
+    assert told[stood].mean() > told[judged & ~stood].mean() + 1
 
 
 @pytest.mark.gpu

@@ -9,8 +9,9 @@ import pytest
 
 from dflash_jax.cache import PageAllocator
 from dflash_jax.engine import Engine, Scheduler
+from dflash_jax.engine.batch import Batch
+from dflash_jax.engine.in_flight import InFlight
 from dflash_jax.engine.requests import Request
-from dflash_jax.engine.scheduler import Batch, InFlight
 from dflash_jax.engine.slots import Slots
 from dflash_jax.engine.verify_policy import VerifyLength
 from dflash_jax.sampling_params import SamplingParams

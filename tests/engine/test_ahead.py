@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from dflash_jax.decoding.loop import no_rows
-from dflash_jax.engine import scheduler
+from dflash_jax.engine import in_flight, scheduler
 from dflash_jax.engine.requests import Request, on_host
 from dflash_jax.sampling_params import SamplingParams
 
@@ -169,17 +169,17 @@ def test_a_prompt_is_started_behind_cycles(eager, make_prompts, monkeypatch):
 def finished_call(pair, **times):
     """A call for cycles whose results are there."""
     setup = pair.engine.setup(mode="greedy", draft=True)
-    return scheduler.DecodeCall([], no_rows(setup, 4, 1), setup, 4, 4, **times)
+    return in_flight.DecodeCall([], no_rows(setup, 4, 1), setup, 4, 4, **times)
 
 
 def test_cycles_behind_are_as_many_as_keep_the_device_busy(pair, monkeypatch):
     """Where the host finds results waiting for it, calls are made longer; where it waits for most of a call, shorter again."""
-    queued, few = scheduler.InFlight(pair.engine), []
+    queued, few = in_flight.InFlight(pair.engine), []
     call = finished_call(pair, started=0.0, compiled=0.0, returned=0.1)
     monkeypatch.setattr(pair.engine.programs, "waited_s", 0.0)
     times = itertools.count(1.0)
     monkeypatch.setattr(scheduler.time, "perf_counter", lambda: next(times))
-    short = scheduler.READY_S / 2
+    short = in_flight.READY_S / 2
     for waited in (0.5, short, 0.2, *[0.9] * 4, *[short] * 3):
         queued.seconds(replace(call, cycles=queued.few), waited)
         few.append(queued.few)
@@ -191,7 +191,7 @@ def test_cycles_behind_are_as_many_as_keep_the_device_busy(pair, monkeypatch):
 
 def test_fewer_cycles_tell_nothing_of_more(pair, monkeypatch):
     """A call of one cycle behind a prompt takes the host as long as one of many, and the device less."""
-    queued = scheduler.InFlight(pair.engine)
+    queued = in_flight.InFlight(pair.engine)
     call = finished_call(pair, started=0.0, compiled=0.0, returned=0.9)
     monkeypatch.setattr(pair.engine.programs, "waited_s", 0.0)
     times = itertools.count(1.0)
@@ -207,7 +207,7 @@ def test_fewer_cycles_tell_nothing_of_more(pair, monkeypatch):
 @pytest.mark.parametrize(("busy", "cycles"), [(0.1, 1), (0.4, 1), (0.5, 2), (0.6, 3), (0.95, 4), (2.0, 4)])
 def test_short_cycles_are_several_a_call(pair, monkeypatch, busy, cycles):
     """As many as take the device as long as a prompt and they take the host; one alone where that is long."""
-    queued = scheduler.InFlight(pair.engine)
+    queued = in_flight.InFlight(pair.engine)
     monkeypatch.setattr(pair.engine.programs, "waited_s", 0.0)
     call = replace(finished_call(pair, started=0.0, compiled=0.0, returned=busy), cycles=1)
     times = itertools.count(1.0)
@@ -221,11 +221,11 @@ def test_short_cycles_are_several_a_call(pair, monkeypatch, busy, cycles):
 def test_first_tokens_have_cycles_behind_them(pair, monkeypatch):
     """Two calls are in flight; behind the first tokens of prompts, and behind cycles before these, there are cycles too where these
     are long, or shorter than their call is for the host."""
-    queued = scheduler.InFlight(pair.engine)
+    queued = in_flight.InFlight(pair.engine)
     monkeypatch.setattr(pair.engine.programs, "waited_s", 0.0)
     monkeypatch.setattr(scheduler.time, "perf_counter", lambda: 1.0)
     calls = {busy: finished_call(pair, started=0.0, compiled=0.0, returned=busy) for busy in (0.1, 0.2, 0.4)}
-    first = scheduler.PrefillResult([], calls[0.1].emitted, logprobs=False)
+    first = in_flight.PrefillResult([], calls[0.1].emitted, logprobs=False)
     for busy, full in ((0.1, False), (0.2, True), (0.4, False)):  # a cycle takes a quarter
         queued.clear()
         queued.seconds(calls[busy], 0.5)  # of 4 cycles
@@ -241,7 +241,7 @@ def test_first_tokens_have_cycles_behind_them(pair, monkeypatch):
 
 def test_calls_are_short_again_once_long_cycles_are_behind(pair, monkeypatch):
     """However late the host looks."""
-    queued = scheduler.InFlight(pair.engine)
+    queued = in_flight.InFlight(pair.engine)
     monkeypatch.setattr(pair.engine.programs, "waited_s", 0.0)
     times = itertools.count(1.0)
     monkeypatch.setattr(scheduler.time, "perf_counter", lambda: next(times))
@@ -295,7 +295,7 @@ def test_calls_that_keep_the_host_busy_are_not_started_ahead(pair, monkeypatch, 
     monkeypatch.setattr(scheduler.jax, "default_backend", lambda: "gpu")
     went, before = [], pair.engine.programs.compile_s
     for busy in (0.9, 0.1):
-        queued = scheduler.InFlight(pair.engine)
+        queued = in_flight.InFlight(pair.engine)
         monkeypatch.setattr(pair.engine.programs, "waited_s", before + compiling)
         call = finished_call(pair, started=0.0, compiled=before, returned=busy + compiling)
         monkeypatch.setattr(scheduler.time, "perf_counter", lambda: 1.0 + compiling)
@@ -308,7 +308,7 @@ def test_calls_that_keep_the_host_busy_are_not_started_ahead(pair, monkeypatch, 
 
 def test_the_latest_next_call(pair, monkeypatch):
     """At 0.7 of a call's guessed time, or with room for two calls of the host; unknown behind a prompt, or with a call queued."""
-    queued, now = scheduler.InFlight(pair.engine), [0.0]
+    queued, now = in_flight.InFlight(pair.engine), [0.0]
     monkeypatch.setattr(pair.engine.programs, "waited_s", 0.0)
     monkeypatch.setattr(scheduler.time, "perf_counter", lambda: now[0])
     assert queued.latest == 0
@@ -324,20 +324,20 @@ def test_the_latest_next_call(pair, monkeypatch):
     queued.seconds(finished_call(pair, started=14.0, compiled=0.0, returned=15.9), 3.0)
     queued.add(finished_call(pair, started=20.0, compiled=0.0, returned=20.1))
     assert queued.latest < 20 + 4 - 2 * 1.9 + 1e-6
-    queued.items[0] = scheduler.PrefillResult([], call.emitted, logprobs=False)
+    queued.items[0] = in_flight.PrefillResult([], call.emitted, logprobs=False)
     assert queued.latest == 0
 
 
 def test_prompts_and_cycles_between_two_looks_last_alike(pair, monkeypatch):
     """What a token of a prompt takes is known from the last ones: so many go between two calls for cycles, and these are fewer."""
-    queued, now = scheduler.InFlight(pair.engine), [0.0]
+    queued, now = in_flight.InFlight(pair.engine), [0.0]
     monkeypatch.setattr(pair.engine.programs, "waited_s", 0.0)
     monkeypatch.setattr(scheduler.time, "perf_counter", lambda: now[0])
     assert (queued.cycles_behind(10_000, 4), queued.tokens_between(4)) == (2, sys.maxsize)
     call = finished_call(pair, started=10.0, compiled=0.0, returned=10.1)
     queued.compute(400)
     queued.compute(600)
-    queued.add(scheduler.PrefillResult([], call.emitted, logprobs=False, started=8.0))
+    queued.add(in_flight.PrefillResult([], call.emitted, logprobs=False, started=8.0))
     queued.add(call)
     now[0] = 10.0
     queued.first_seconds(queued.take())  # 1,000 tokens in 2 seconds
@@ -352,7 +352,7 @@ def test_prompts_and_cycles_between_two_looks_last_alike(pair, monkeypatch):
     assert (queued.tokens_between(4), queued.cycles_behind(0, 4)) == (850, 1)
     queued.few = 2
     queued.compute(1000)
-    queued.add(scheduler.PrefillResult([], call.emitted, logprobs=False, started=14.0))
+    queued.add(in_flight.PrefillResult([], call.emitted, logprobs=False, started=14.0))
     assert queued.latest == pytest.approx(14 + 0.7 * 2)
     queued.take()
     queued.compute(500)
@@ -367,16 +367,16 @@ def test_prompts_and_cycles_between_two_looks_last_alike(pair, monkeypatch):
 @pytest.mark.parametrize(("there", "goes"), [("compiled", True), ("missing", False)])
 def test_a_wider_table_goes_behind_where_its_program_is_there(eager, make_prompts, monkeypatch, there, goes):
     """Else what is in flight is looked at first."""
-    seen, add = [], scheduler.InFlight.add
+    seen, add = [], in_flight.InFlight.add
 
     def added(self, item):
-        if isinstance(item, scheduler.DecodeCall):
+        if isinstance(item, in_flight.DecodeCall):
             seen.append((item.width, bool(self.calls)))
         add(self, item)
 
     monkeypatch.setattr(eager.engine, "program_status", lambda *_: there)
     monkeypatch.setattr(eager.engine, "buckets", replace(eager.engine.buckets, width=(6, 12)))
-    monkeypatch.setattr(scheduler.InFlight, "add", added)
+    monkeypatch.setattr(in_flight.InFlight, "add", added)
     request = Request(0, tuple(make_prompts([40])[0]), SamplingParams(max_tokens=90, ignore_eos=True))
     for _ in eager.engine.run([request], cycles=2):
         pass
@@ -448,7 +448,7 @@ def test_who_follows_a_request_that_ended_is_in_the_next_call(eager, make_prompt
     prompts, lengths = make_prompts([5, 9, 7]), (9, 21, 21)
     whole = [expected(eager, [prompt])[0][0][:length] for prompt, length in zip(prompts, lengths, strict=True)]
     monkeypatch.setattr(eager.engine, "late_dispatch", True)
-    monkeypatch.setattr(scheduler.InFlight, "latest", property(lambda self: deadline if self.items else 0.0))
+    monkeypatch.setattr(in_flight.InFlight, "latest", property(lambda self: deadline if self.items else 0.0))
     requests = [
         Request(i, tuple(prompt), SamplingParams(max_tokens=length))
         for i, (prompt, length) in enumerate(zip(prompts, lengths, strict=True))

@@ -236,7 +236,7 @@ def test_a_program_is_compiled_once_its_lack_has_cost_enough(pair, texts, shared
         started.extend(jobs)
         return [job() for job in jobs]
 
-    monkeypatch.setattr("dflash_jax.engine.scheduler.start_compiling", start)
+    monkeypatch.setattr("dflash_jax.engine.batch.start_compiling", start)
     assert pair.run(PROMPTS, PARAMS, draft=False, cycles=2)[0] == texts
     assert len(started) == 1
     assert shared[0] is None
@@ -247,7 +247,7 @@ def test_the_program_for_several_groups_is_compiled_like_that_for_one(pair, grou
     """Until its lack has cost enough, one group is read once where that program is there."""
     engine, started = pair.engine, []
     monkeypatch.setattr(Resources, "cascade_policy", CascadePolicy((replace(LAYER, token=1e12),), (), 0))
-    monkeypatch.setattr("dflash_jax.engine.scheduler.start_compiling", lambda jobs: started.extend(jobs))
+    monkeypatch.setattr("dflash_jax.engine.batch.start_compiling", lambda jobs: started.extend(jobs))
     known = {"group"}
     monkeypatch.setattr(
         engine, "program_status", lambda name, args: "compiled" if name[-1] in known else None, raising=False

@@ -24,6 +24,7 @@ from ..random_pair import Pair, random_prompts
 
 SMALL = {"num_layers": 2, "windows": (None,) * 2, "full_layers": (1,)}
 PAGE = 16
+PLAIN = SamplingParams(max_tokens=8)
 PARAMS = SamplingParams(max_tokens=24, temperature=1.0, seed=3, logprobs=2)
 
 
@@ -49,9 +50,9 @@ def pair(shared: Pair) -> Pair:
 @pytest.fixture(autouse=True)
 def nan_in_new_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     """The states of every new batch, and of every slot that is about to be given its first piece or a snapshot."""
-    from dflash_jax.engine import scheduler
+    from dflash_jax.engine import batch
 
-    make, enter = scheduler.empty_state, scheduler.Batch.begin
+    make, enter = batch.empty_state, batch.Batch.begin
 
     def poisoned(*args):
         state = make(*args)
@@ -62,13 +63,15 @@ def nan_in_new_slots(monkeypatch: pytest.MonkeyPatch) -> None:
         batch.keep(replace(batch.state, recurrent=states))
         enter(batch, job)
 
-    monkeypatch.setattr(scheduler, "empty_state", poisoned)
-    monkeypatch.setattr(scheduler.Batch, "begin", begin)
+    monkeypatch.setattr(batch, "empty_state", poisoned)
+    monkeypatch.setattr(batch.Batch, "begin", begin)
 
 
 def served(pair: Pair, prompts, params=PARAMS):
     """Tokens, acceptance lengths, log-probabilities and tokens found of every prompt, all of them served together."""
-    engine, requests = pair.engine, [Request(i, tuple(prompt), params) for i, prompt in enumerate(prompts)]
+    each = params if isinstance(params, list) else [params] * len(prompts)
+    engine = pair.engine
+    requests = [Request(i, tuple(prompt), one) for i, (prompt, one) in enumerate(zip(prompts, each, strict=True))]
     tokens, counts, chances, cached = ([[] for _ in prompts] for _ in range(4))
     for update in engine.run(requests, slots=4):  # one number of slots, one set of programs
         tokens[update.index] += update.tokens
@@ -136,6 +139,14 @@ def test_several_at_once_with_a_common_beginning(pair: Pair) -> None:
     found = served(pair, [prompts[0][::-1]] * 2)
     assert found[3] == [0, 48]
     assert found[0][0] == found[0][1]
+
+
+def test_who_comes_behind_a_prompt_that_is_scored_waits_for_its_state(pair: Pair) -> None:
+    """It asked for keys that nobody had made, and ended with an error of Python's."""
+    prompts = random_prompts((30,)) * 2
+    expected = alone(pair, prompts, PLAIN)
+    found = served(pair, prompts, [replace(PLAIN, prompt_logprobs=0), PLAIN])
+    assert (found[0], found[3]) == (expected[0], [0, 16])
 
 
 def test_pages_without_a_snapshot_and_snapshots_without_pages_are_no_hit(pair: Pair) -> None:

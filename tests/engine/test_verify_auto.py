@@ -1,6 +1,7 @@
 """Rows that requests share: what is learnt of a drafter's confidence, how many rows are chosen, and that no text changes."""
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,12 +14,15 @@ from dflash_jax.compile.programs import Status
 from dflash_jax.decoding import cycle
 from dflash_jax.decoding.accept import imposed_chance
 from dflash_jax.decoding.state import Emitted
+from dflash_jax.decoding.verify_budget import survivals
 from dflash_jax.engine.acceptance_estimate import RIDGE, SHRINKAGE, AcceptanceEstimate
 from dflash_jax.engine.cycle_costs import CycleCost, cycle_cost
 from dflash_jax.engine.verify_auto import AutoPolicy, Choice, best_gains, judged
 from dflash_jax.engine.verify_policy import Kind, Length, Served
 from dflash_jax.models import family_named
 from dflash_jax.models.dflash import DFlash
+from dflash_jax.models.heads import Block, Law, MarkovConfig, Pick
+from dflash_jax.models.heads.markov import Markov
 from dflash_jax.models.presets import DRAFTERS, TARGETS
 from dflash_jax.sampling_params import SamplingParams
 
@@ -29,43 +33,57 @@ from ..random_pair import VOCAB, draft_config
 PLACES = 3
 
 
-def blocks(slope: float, intercepts: np.ndarray, count: int, rng: np.random.Generator):
-    """Log-odds, and how many proposals stand, in a world where a logistic law holds."""
-    odds = rng.normal(1.0, 2.0, (count, len(intercepts)))
-    stands = rng.random(odds.shape) < 1 / (1 + np.exp(-(slope * odds + intercepts)))
-    return odds, np.cumprod(stands, axis=1).sum(axis=1)
+# Of a law alone, and with those that a head gives itself.
+SLOPES = [(0.9,), (0.6, 0.4)]
 
 
-def test_a_step_is_newtons_with_shrinkage() -> None:
+def blocks(slopes: Sequence[float], intercepts: np.ndarray, count: int, rng: np.random.Generator):
+    """Log-odds, and how many proposals stand, in a world where a logistic law holds. Second signs are like the first ones."""
+    odds = rng.normal(1.0, 2.0, (len(slopes), count, len(intercepts)))
+    odds[1:] += 0.8 * odds[0]
+    stands = rng.random(odds[0].shape) < 1 / (1 + np.exp(-(np.tensordot(slopes, odds, axes=1) + intercepts)))
+    return np.concatenate(odds, axis=1), np.cumprod(stands, axis=1).sum(axis=1)
+
+
+@pytest.mark.parametrize("slopes", SLOPES, ids=["law", "law and head"])
+def test_a_step_is_newtons_with_shrinkage(slopes: tuple[float, ...]) -> None:
     """Against the whole matrix, solved at once; what was not judged has no part in it."""
-    rng, estimate = np.random.default_rng(0), AcceptanceEstimate(PLACES)
-    odds, accepted = blocks(1.0, np.array([0.3, -0.5, 0.0]), 60, rng)
+    signs = len(slopes)
+    rng, estimate, size = np.random.default_rng(0), AcceptanceEstimate(PLACES, signs), signs + PLACES
+    odds, accepted = blocks(slopes, np.array([0.3, -0.5, 0.0]), 60, rng)
     verified = rng.integers(1, PLACES + 2, 60)
     accepted = np.minimum(accepted, verified - 1)
-    before = np.concatenate([[estimate.slope], estimate.intercepts])
-    gradient, matrix, counts = np.zeros(4), np.eye(4) * RIDGE, np.zeros(PLACES)
-    for row, stood, length in zip(odds, accepted, verified, strict=True):
+    before = np.concatenate([estimate.slopes, estimate.intercepts])
+    gradient, matrix, counts = np.zeros(size), np.eye(size) * RIDGE, np.zeros(PLACES)
+    for row, stood, length in zip(odds.reshape(-1, signs, PLACES), accepted, verified, strict=True):
         for place in range(min(stood + 1, length - 1)):
-            x = np.array([row[place], *np.eye(PLACES)[place]])
+            x = np.array([*row[:, place], *np.eye(PLACES)[place]])
             chance = 1 / (1 + np.exp(-x @ before))
             gradient += (float(place < stood) - chance) * x
             matrix += chance * (1 - chance) * np.outer(x, x)
             counts[place] += 1
-    slope = np.linalg.solve(matrix, gradient)[0] * counts.sum() / (counts.sum() + SHRINKAGE)
-    rest = (gradient[1:] - matrix[1:, 0] * slope) / np.diag(matrix)[1:] * counts / (counts + SHRINKAGE)
+    step = np.linalg.solve(matrix, gradient)[:signs] * counts.sum() / (counts.sum() + SHRINKAGE)
+    rest = (gradient[signs:] - matrix[signs:, :signs] @ step) / np.diag(matrix)[signs:] * counts / (counts + SHRINKAGE)
     estimate.observe(odds, accepted, verified, cycles=7)
     assert estimate.parameters.tolist() == before.astype(np.float32).tolist()
     estimate.observe(odds[:0], accepted[:0], verified[:0], cycles=1)
-    np.testing.assert_allclose(estimate.parameters, before + np.array([slope, *rest]), rtol=1e-6)
+    np.testing.assert_allclose(estimate.parameters, before + np.array([*step, *rest]), rtol=1e-6)
 
 
-def test_the_law_is_learnt_whatever_is_cut() -> None:
-    rng, estimate, truth = np.random.default_rng(1), AcceptanceEstimate(PLACES), np.array([0.8, -0.4, 0.1])
+@pytest.mark.parametrize("slopes", SLOPES, ids=["law", "law and head"])
+def test_the_law_is_learnt_whatever_is_cut(slopes: tuple[float, ...]) -> None:
+    truth = np.array([0.8, -0.4, 0.1])
+    rng, estimate = np.random.default_rng(1), AcceptanceEstimate(PLACES, len(slopes))
     for _ in range(6):
-        odds, accepted = blocks(0.9, truth, 12_000, rng)
-        verified = 1 + np.sum(np.cumprod(odds > 0, axis=1), axis=1)  # by the law alone, as a budget is
+        odds, accepted = blocks(slopes, truth, 12_000, rng)
+        verified = 1 + np.sum(np.cumprod(odds[:, :PLACES] > 0, axis=1), axis=1)  # by a law alone, as a budget is
         estimate.observe(odds, np.minimum(accepted, verified - 1), verified, cycles=100)
-    np.testing.assert_allclose(estimate.parameters, [0.9, *truth], atol=0.1)
+    np.testing.assert_allclose(estimate.parameters, [*slopes, *truth], atol=0.1)
+    odds, _ = blocks(slopes, truth, 5, rng)
+    chances = np.cumprod(estimate.chances(odds), axis=1)
+    signs = jnp.split(jnp.float32(odds), len(slopes), axis=1)
+    of_programs = survivals(signs[0], jnp.asarray(estimate.parameters), *signs[1:])
+    np.testing.assert_allclose(of_programs, chances, rtol=1e-5)
 
 
 def test_confidence_is_no_bad_sign_and_parted_data_break_nothing() -> None:
@@ -73,7 +91,7 @@ def test_confidence_is_no_bad_sign_and_parted_data_break_nothing() -> None:
     odds = np.where(np.arange(400) % 2, 5.0, -5.0)[:, None]
     for _ in range(30):
         estimate.observe(odds, (odds[:, 0] < 0).astype(int), 2 * ones, cycles=100)
-    assert estimate.slope == 0.0
+    assert estimate.slopes.tolist() == [0.0]
     for _ in range(30):
         estimate.observe(odds, ones, 2 * ones, cycles=100)
     assert np.isfinite(estimate.parameters).all()
@@ -271,6 +289,9 @@ def test_what_was_not_verified_of_shared_rows_counts_by_the_law() -> None:
     assert not np.any(judged(2, ~live, stands, lengths, law))
 
 
+CONFIDENT = MarkovConfig(rank=6, confidence="hidden_and_token", confidence_bias=True)
+
+
 def by_turns(*lengths: Length):
     """One of these in each call, whatever they cost."""
     each = itertools.cycle(lengths)
@@ -282,11 +303,14 @@ def by_turns(*lengths: Length):
     return choose
 
 
-@pytest.mark.few("greedy")
+@pytest.mark.few("*-greedy")
 @pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
-def test_texts_stay_the_same_where_rows_are_shared_now_and_then(make_pair, make_prompts, monkeypatch, temperature):
+@pytest.mark.parametrize("head", [None, CONFIDENT], ids=["v1", "confident"])
+def test_texts_stay_the_same_where_rows_are_shared_now_and_then(
+    make_pair, make_prompts, monkeypatch, head, temperature
+):
     """Common lengths and shared rows by turns, in the middle of texts, while requests come and go."""
-    pair = make_pair(draft=draft_config(block_size=8), max_batch=4)
+    pair = make_pair(draft=draft_config(block_size=8, head=head), max_batch=4)
     prompts = make_prompts((5, 21, 9, 13, 7, 30))
     each = [SamplingParams(max_tokens=30 + 5 * i, seed=i, temperature=temperature) for i in range(6)]
     plain = pair.run(prompts, each, draft=False)[0]
@@ -296,6 +320,32 @@ def test_texts_stay_the_same_where_rows_are_shared_now_and_then(make_pair, make_
     pair.engine.verify_length = "auto"
     assert pair.run(prompts, each)[0] == plain
     assert pair.engine.verify_policy.cycles.keys() == set(lengths)
+
+
+def test_a_head_is_asked_with_the_token_before_each_place(make_pair, make_prompts, monkeypatch):
+    """What it says stands behind what the law says, and may know the anchor and the proposals before a place, no other."""
+    pair, drafts = make_pair(draft=draft_config(block_size=4, head=CONFIDENT)), 3
+    seen, observe = [], AcceptanceEstimate.observe
+
+    def counting(head: Markov, block: Block, pick: Pick):
+        return (block.anchor[:, None] + 1 + jnp.arange(drafts)) % VOCAB, Law(block.logits)
+
+    def remember(estimate: AcceptanceEstimate, odds: np.ndarray, *rest, cycles: int):
+        seen.append(odds)
+        observe(estimate, odds, *rest, cycles=cycles)
+
+    monkeypatch.setattr(Markov, "propose", counting)
+    monkeypatch.setattr(Markov, "log_odds", lambda head, block, before: before / 4.0)
+    monkeypatch.setattr(AcceptanceEstimate, "observe", remember)
+    monkeypatch.setattr(AutoPolicy, "choose", by_turns(Length(2, shared=True)))
+    monkeypatch.setattr(AutoPolicy, "shares", lambda policy, slots: True)
+    pair.engine.verify_length = "per_request"
+    texts, counts, _ = pair.run(make_prompts((9,)), SamplingParams(max_tokens=12))
+    odds = np.concatenate(seen)
+    assert odds.shape == (len(counts[0]), 2 * drafts)
+    pending = np.array(texts[0])[np.cumsum([0, *counts[0]])[:-1]]
+    np.testing.assert_array_equal(4 * odds[:, drafts:], (pending[:, None] + np.arange(drafts)) % VOCAB)
+    assert len(pair.engine.estimate) == 2 + drafts
 
 
 def test_texts_are_the_targets_own_and_rows_go_where_they_are_worth_it(make_pair, make_prompts, monkeypatch):

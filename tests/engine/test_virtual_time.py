@@ -18,10 +18,10 @@ import pytest
 
 import dflash_jax as dj
 from dflash_jax.decoding.state import Emitted
-from dflash_jax.engine import scheduler
+from dflash_jax.engine import batch, scheduler
+from dflash_jax.engine.in_flight import DecodeCall, InFlight
 from dflash_jax.engine.requests import Request
 from dflash_jax.engine.resources import MAX_CYCLES
-from dflash_jax.engine.scheduler import InFlight
 
 MS = 1e-3
 # Of the host: a call of each program, a piece's text, and a look at results.
@@ -172,13 +172,13 @@ def serve(model, monkeypatch) -> Callable[..., Seen]:
 
         def added(queued: InFlight, item: Any) -> None:
             """Items have looked at the true clock as they were made."""
-            name = "returned" if isinstance(item, scheduler.DecodeCall) else "started"
+            name = "returned" if isinstance(item, DecodeCall) else "started"
             add(queued, replace(item, **{name: world.now}))
 
         monkeypatch.setattr(InFlight, "add", added)
         monkeypatch.setattr(scheduler.time, "perf_counter", lambda: world.now)
         monkeypatch.setattr(scheduler, "on_host", world.on_host)
-        monkeypatch.setattr(scheduler, "begin_copies", lambda *_, **__: None)
+        monkeypatch.setattr(batch, "begin_copies", lambda *_, **__: None)
         monkeypatch.setattr(engine.programs, "call", world.call)
         monkeypatch.setattr(engine.programs, "status", lambda _: "compiled")
         monkeypatch.setattr(steps, "_news", world)

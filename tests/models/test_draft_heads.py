@@ -359,9 +359,13 @@ def test_confidence(reads: str) -> None:
     tables, before, hidden = random_tables(config, SIZES, rng), np.array([3, 8]), rng.normal(size=(2, 6))
     head: Markov = filled(config, SIZES, tables)
     found = jax.jit(head.confidence)(jnp.asarray(before), jnp.float32(hidden))
+    odds = jax.jit(head.confidence_logits)(jnp.asarray(before), jnp.float32(hidden))
     seen = hidden if reads == "hidden" else np.concatenate([hidden, tables["markov_w1.weight"][before]], axis=1)
     true = sigmoid(seen @ tables["confidence_proj.weight"][0] + tables.get("confidence_proj.bias", np.zeros(1)))
     np.testing.assert_allclose(np.asarray(found), true, atol=1e-6)
+    np.testing.assert_allclose(np.asarray(odds), np.log(true / (1 - true)), atol=2e-6)
+    assert config.confident
+    assert not MarkovConfig(rank=5).confident
 
 
 @pytest.mark.parametrize("side", [0, 1])

@@ -59,15 +59,18 @@ def test_client(model, example, texts, capsys):
     assert capsys.readouterr().out == f"{texts[0]}\n{each}"
 
 
-def test_batch_jsonl(example, texts, tmp_path):
+def test_batch_jsonl(example, texts, tmp_path, capsys):
     batch, questions, answers = example("batch_jsonl"), tmp_path / "questions.jsonl", tmp_path / "answers.jsonl"
     questions.write_text("".join(json.dumps({"prompt": prompt, "mine": 1}) + "\n" for prompt in PROMPTS))
-    answers.write_text('{"line": 1}\n{"line": 0}\n')  # of a run that was broken off
+    answers.write_text('{"line": 1, "text": "\u2028"}\n{"line": 0}\n{"line": 2, "te')  # of a run that was broken off
     assert batch.main([str(questions), str(answers), "--max-tokens", str(TOKENS)]) == 1
-    rows = {row["line"]: row for row in batch.read(answers)}
+    rows = {row["line"]: row for row in batch.rows_of(answers.read_text(encoding="utf-8"))}
     told = {"line": 2, "prompt": PROMPTS[2], "mine": 1, "text": texts[2], "finish_reason": "length", "tokens": TOKENS}
     assert rows[2] == told
     assert batch.main([str(questions), str(answers)]) == 0
+    with pytest.raises(SystemExit):
+        batch.main([str(questions), str(questions)])
+    assert "both files must be JSON lines" in capsys.readouterr().err
 
 
 def test_chat_loop(example, monkeypatch, capsys):

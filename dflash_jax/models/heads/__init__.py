@@ -9,7 +9,7 @@ from flax import nnx
 
 from dflash_jax.config import shown
 from dflash_jax.errors import ConfigError
-from dflash_jax.models.heads.base import Block, DraftHead, HeadConfig, Law, Pick, Sizes
+from dflash_jax.models.heads.base import Block, ConfidentHead, DraftHead, HeadConfig, Law, Pick, Sizes
 from dflash_jax.models.heads.domino import Domino, DominoConfig, domino_parameters, domino_tables, read_domino
 from dflash_jax.models.heads.lilicorr import (
     LiLiCorr,
@@ -103,7 +103,7 @@ def head_tables(config: HeadConfig) -> tuple[str, ...]:
 
 
 __all__ = [
-    "HEADS", "Block", "DominoConfig", "DraftHead", "HeadConfig", "HeadKind", "Law", "LiLiCorrConfig", "MarkovConfig", "Pick",
-    "SelectorConfig", "Sizes", "Source", "XPressConfig", "head_from_dict", "head_module", "head_parameters", "head_tables",
-    "read_head",
+    "HEADS", "Block", "ConfidentHead", "DominoConfig", "DraftHead", "HeadConfig", "HeadKind", "Law", "LiLiCorrConfig",
+    "MarkovConfig", "Pick", "SelectorConfig", "Sizes", "Source", "XPressConfig", "head_from_dict", "head_module",
+    "head_parameters", "head_tables", "read_head",
 ]  # fmt: skip

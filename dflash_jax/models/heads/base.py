@@ -56,7 +56,7 @@ class Block(NamedTuple):
         return unary, rows, rows if self.tokens is None else self.tokens[rows]
 
     def named(self, values: Float[Array, "B g V"]) -> Float[Array, "B g S"]:
-        """Of numbers that belong to tokens those of the columns of `logits`."""
+        """Selects from numbers of all tokens those of the columns of `logits`."""
         rows = self.listed
         if self.tokens is not None:
             tokens = self.tokens if rows is None else self.tokens[rows]
@@ -100,6 +100,19 @@ class DraftHead(Protocol):
         ...
 
 
+class ConfidentHead(DraftHead, Protocol):
+    """A head that estimates how likely its proposals are to stand (`HeadConfig.confident`)."""
+
+    def log_odds(self, block: Block, before: Int[Array, "B g"]) -> Float[Array, "B g"]:
+        """float32 log-odds of the chance that each place's proposal stands where those before it do.
+
+        Args:
+          before: the token before each place: the anchor, and the proposals but the last one. A place's own proposal is none of
+            its own number's business: texts would have another law (`decoding.verify_budget`).
+        """
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class HeadConfig:
     """A head's configuration.
@@ -125,6 +138,11 @@ class HeadConfig:
     def regards(self) -> int:
         """Base logits of a place that the head reads, the best ones; 0 where it reads all."""
         return 0
+
+    @property
+    def confident(self) -> bool:
+        """Whether the head is a `ConfidentHead`."""
+        return False
 
     def of_all_tokens(self) -> "HeadConfig":
         """The same head where what its proposals were drawn from decides how many stand; itself where candidates are a part of it.

@@ -7,7 +7,7 @@
 Places go one after the other, each through all rows of W2, or through those of its best candidates by U alone (`top_k`). Where
 these are few, and one token before is all that counts, the scores of all pairs come from one product, as a selector's do, and the
 walk only follows them. Where proposals are judged by the law that they are drawn from, it is that of all rows. A head may come with
-another one that estimates whether a place's proposal will stand.
+another one that estimates whether a place's proposal will stand, from the place's state and the token before it.
 """
 
 from collections.abc import Collection
@@ -59,6 +59,11 @@ class MarkovConfig(HeadConfig):
     def regards(self) -> int:
         """See `HeadConfig`."""
         return self.top_k
+
+    @property
+    def confident(self) -> bool:
+        """See `HeadConfig`."""
+        return self.confidence != "none"
 
     def of_all_tokens(self) -> "MarkovConfig":
         """See `HeadConfig`."""
@@ -155,8 +160,16 @@ class Markov(nnx.Module):
             return jnp.tanh(out), kept * state + (1 - kept) * jnp.tanh(new)
         return embedded, state
 
+    def log_odds(self, block: Block, before: Int[Array, "B g"]) -> Float[Array, "B g"]:
+        """See `ConfidentHead`."""
+        return self.confidence_logits(before, block.hidden)
+
     def confidence(self, before: Int[Array, "*R"], hidden: Float[Array, "*R D"]) -> Float[Array, "*R"]:
         """Estimates, in float32, of the chances that proposals stand which follow these tokens."""
+        return jax.nn.sigmoid(self.confidence_logits(before, hidden))
+
+    def confidence_logits(self, before: Int[Array, "*R"], hidden: Float[Array, "*R D"]) -> Float[Array, "*R"]:
+        """float32 log-odds of the same chances."""
         if self.confidence_proj is None:
             raise ValueError("this drafter has no confidence head")
         both = (
@@ -166,7 +179,7 @@ class Markov(nnx.Module):
             jnp.float32
         )
         bias = 0.0 if self.confidence_proj.bias is None else self.confidence_proj.bias[0].astype(jnp.float32)
-        return jax.nn.sigmoid(jnp.sum(products, axis=-1) + bias)
+        return jnp.sum(products, axis=-1) + bias
 
 
 def markov_parameters(config: MarkovConfig, sizes: Sizes) -> list[Parameter]:

@@ -62,7 +62,7 @@ def held_back(text: str, *marks: str) -> int:
 
 
 def first_of(text: str, *marks: str) -> tuple[int, str]:
-    """Where the first of `marks` stands in a text, and which one: of two at one place the longer. (-1, "") where there is none."""
+    """Position of the first of `marks` in a text, and the mark: of two at one place the longer. (-1, "") where there is none."""
     found = [(at, -len(mark), mark) for mark in marks if (at := text.find(mark)) >= 0]
     if not found:
         return -1, ""

@@ -148,7 +148,7 @@ class Qwen3Xml:
         return ended
 
     def _give_text(self, events: list[Event], *, ended: bool) -> None:
-        """What has come of a value that is a text: its letters as JSON has them, one line break held back."""
+        """Events of the new part of a text value: its letters as JSON has them, one line break held back."""
         if not self._started:
             if ended and self._raw == _NULL:
                 events.append(Arguments(self._index, _NULL))

@@ -291,7 +291,7 @@ def _deterministic(pieces: _Pieces, first: int, last: int) -> tuple[np.ndarray, 
 
 
 def _smallest(follow: np.ndarray, ends: np.ndarray) -> ByteAutomaton:
-    """With equal states as one. All lead to an end, for every piece has a text."""
+    """Minimizes the automaton: equal states become one. All lead to an end, for every piece has a text."""
     # Bytes that no state tells apart count once.
     columns, column = np.unique(follow, axis=1, return_inverse=True)
     odd = np.random.default_rng(0).integers(1, 2**62, columns.shape[1] + 1, np.uint64) * np.uint64(2) + np.uint64(1)

@@ -63,7 +63,7 @@ def compare(automaton: TokenAutomaton, matcher: Any) -> int:
 
 
 def _steps(automaton: TokenAutomaton) -> dict[int, list[tuple[int, int]]]:
-    """By states, tokens with the states behind them: steps that are not those of the shortest ways."""
+    """Steps that are not on the shortest ways: by states, tokens with the states behind them."""
     _, tokens = np.unique(automaton.classes, return_index=True)
     classes = automaton.classes[tokens]
     behind = automaton.next[:, classes]

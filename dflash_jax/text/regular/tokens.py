@@ -89,7 +89,7 @@ class Vocabulary:
 
 
 def vocabulary_of(tokens: Any, size: int, ends: Iterable[int]) -> Vocabulary:
-    """That of llguidance's tokenizer."""
+    """Vocabulary of llguidance's tokenizer."""
     ends = tuple(ends)
     found = [b"" if tokens.is_special_token(one) else tokens.decode_bytes([one]) for one in range(size)]
     for end in ends:
@@ -137,7 +137,7 @@ def token_automaton(over_bytes: ByteAutomaton, vocabulary: Vocabulary, matcher: 
 
 
 class _Forcing:
-    """What llguidance forces behind a text."""
+    """Tokens that llguidance forces behind a text."""
 
     def __init__(self, matcher: Any):
         self._matcher, self._found = matcher.deep_copy(), dict[tuple[int, int], int]()

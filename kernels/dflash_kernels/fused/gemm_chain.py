@@ -114,7 +114,7 @@ class Cta:
         return div(_first_k_tile(product, self.split(product)), product.matrices) * (COPIES * product.columns)
 
     def column(self, product: Product, x_tile: Any) -> Any:
-        """Where a stage of activations begins."""
+        """First column of a stage of activations."""
         # CTAs that read the same activations begin with different columns, or they would wait for the same lines of the L2.
         if self.plan.is_8bit:
             count = jnp.maximum(self.x_tiles(product), 1)
@@ -205,7 +205,7 @@ def rank_exchange_of(refs: Mapping[str, Any]) -> RankExchange | None:
 
 
 def rank_place(plan: Plan, product: Product, tile: Any) -> Any:
-    """Where ranks meet for 64 features of the output projection, or of the down projection behind all of those."""
+    """Place of the exchange for 64 features of the output projection, or of the down projection behind all of those."""
     return tile + (plan.reducers if product.name == "down" else 0)
 
 

@@ -207,7 +207,7 @@ class New:
         self.inside = th.select(self.writes, self.position, th.number(0))
 
     def put(self, eps: float, words: list, pools: Any, head: Any, page: Any, staged: Any, scales: Any = None) -> None:
-        """To shared memory and to a page. `words`: of key and value, angles, norm's weight where there is one."""
+        """Stores a head to shared memory and to a page. `words`: of key and value, angles, norm's weight where there is one."""
         shapes, place = self.shapes, self.place
         key, value, turn = words[:2], words[2:4], angles(words[4:8])
         weights = [numbers(half) for half in words[8:]]

@@ -128,5 +128,5 @@ def _norm(norm: RowNorm, refs: dict[str, Any], writes: Any) -> None:
 
 
 def _bias(ref: Any, tile: Any) -> Any:
-    """Of a tile's rows."""
+    """Bias of a tile's rows."""
     return row_of(ref.at[pl.ds(tile * TILE, TILE)]).astype(jnp.float32)

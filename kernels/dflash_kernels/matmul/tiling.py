@@ -101,7 +101,7 @@ class Plan:
 
     @property
     def k_tiles(self) -> int:
-        """Of one tile."""
+        """The number of steps along the depth of one tile."""
         return self.k // self.tile_k // self.split_k
 
     @property
@@ -170,7 +170,7 @@ def reduce_candidates(found: tuple[Array, ...], rows: int) -> Int[Array, "M"]:
 
 
 def larger_of(ours: tuple[Array, Array], theirs: tuple[Array, Array]) -> tuple[Array, Array]:
-    """Of two values and their indices the larger, of equal ones the one with the lower index."""
+    """The larger of two values with its index; of equal ones the one with the lower index."""
     first = (ours[0] > theirs[0]) | ((ours[0] == theirs[0]) & (ours[1] < theirs[1]))
     return jnp.where(first, ours[0], theirs[0]), jnp.where(first, ours[1], theirs[1])
 

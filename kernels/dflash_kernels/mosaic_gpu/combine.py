@@ -214,7 +214,7 @@ def combine_fragments(
 
 
 def _weights(logits: list[Array], sink: Array | None = None) -> tuple[list[Array], Array, Array, Array]:
-    """Of one row: weight of each split, their offset, their sum with the sink's, and what makes the weights add up to 1."""
+    """Combine weights of one row: one for each split, their offset, their sum with the sink's, and their normalizing factor."""
     top = finite(functools.reduce(jnp.maximum, logits if sink is None else [*logits, sink]))
     weights = [jnp.exp2((logit - top) * LOG2E) for logit in logits]
     total = functools.reduce(jnp.add, weights if sink is None else [*weights, jnp.exp2((sink - top) * LOG2E)])
@@ -327,7 +327,7 @@ def combine_latent(
     b, splits, _, rank = parts.shape
 
     def factor_of(stats_ref, batch, split, row, weight):
-        """Of a split's columns, in the sum."""
+        """Factor of a split's columns in the sum."""
         if stats.shape[2] == 1:
             return jnp.broadcast_to(weight, (rank,))
         left, right = (jnp.broadcast_to(weight * stats_ref[batch, split, half, row], (rank,)) for half in (1, 2))
@@ -541,7 +541,7 @@ def _finite(top, lowest, zero):
 
 
 def _inverse(total, zero, one):
-    """Of a sum of weights; 1 where there is none."""
+    """Inverse of a sum of weights; 1 where there is none."""
     return arith.divf(one, arith.select(arith.cmpf(arith.CmpFPredicate.OGT, total, zero), total, one))
 
 

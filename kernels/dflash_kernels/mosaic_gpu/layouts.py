@@ -126,6 +126,6 @@ def row_of(ref):
 
 
 def interleaved_column(column):
-    """Where a column lies in rows whose columns are interleaved (`core.layouts.interleave_columns`)."""
+    """Place of a column in rows whose columns are interleaved (`core.layouts.interleave_columns`)."""
     block, other = arith.andi(column, th.number(-16)), arith.andi(arith.shrui(column, th.number(3)), th.number(1))
     return arith.addi(block, arith.addi(th.mul(arith.andi(column, th.number(7)), 2), other))

@@ -257,7 +257,7 @@ class PagedKV:
         return lax.rem(tiles_before, jnp.int32(self.work.launch.stages))
 
     def _slot(self, stage: Any) -> Any:
-        """Of a stage's barriers, the one that counts."""
+        """Index of a stage's barrier."""
         return stage if self.own is None else self.own * self.work.launch.stages + stage
 
     def _memory(self, stream: str) -> Any:

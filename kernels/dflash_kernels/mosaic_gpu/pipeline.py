@@ -28,7 +28,7 @@ class Ring:
     empty: Any = None
 
     def stage(self, step: Any) -> Any:
-        """Where the tile of a step lies."""
+        """Stage of a step's tile."""
         return rem(step, self.stages)
 
     def after(self, stage: Any) -> Any:

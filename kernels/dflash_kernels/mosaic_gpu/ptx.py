@@ -118,7 +118,7 @@ def opaque_lane_and_warp() -> list:
 
 
 def thread():
-    """Of the warpgroup."""
+    """Index of this thread in its warpgroup."""
     return rem(utils.thread_idx(), WARPGROUP)
 
 
@@ -178,7 +178,7 @@ def below(a, bound: int):
 
 
 def compare(a, relation: str, b):
-    """Of integers; `relation` "eq", "slt", "sge" and so on, "ult" and "uge" without sign."""
+    """Comparison of integers; `relation` "eq", "slt", "sge" and so on, "ult" and "uge" without sign."""
     return arith.cmpi(getattr(arith.CmpIPredicate, relation), a, constant(b, a))
 
 

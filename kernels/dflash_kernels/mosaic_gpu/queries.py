@@ -230,7 +230,7 @@ def _units(count: int, head_dim: int) -> list:
 
 
 def _exponent_of_row(words, sharing: int, wide: bool):
-    """Of the largest number of the row that `sharing` lanes hold: its exponent as float32 has it, kept where powers of two have
+    """Exponent of the largest number of the row that `sharing` lanes hold, as float32 has it, kept where powers of two have
     inverses; and whether it is finite."""
     i32 = th.i32()
     tops = [arith.andi(word, utils.c(0x7FFF7FFF, i32)) for word in words]

@@ -183,7 +183,7 @@ class _Row:
         return _Bound(least, th.select(th.either(done, few), none, missing), inside, chosen, bits, done)
 
     def _next_bits(self, found: Any, missing: Any, digit: int) -> list:
-        """With the next eight bits; how many are missing among those that begin so, and how many these are."""
+        """Extends the threshold by the next eight bits; how many are missing among those that begin so, and how many these are."""
         self._count(found, digit)
         if self.ctas > 1:
             self._send(digit)
@@ -269,7 +269,7 @@ class _Row:
             th.store_shared_quad(self.told, th.number(0), words)
 
     def _tell_earlier(self, bound: _Bound) -> None:
-        """How many of earlier CTAs' numbers are above what was found, and how many equal it: a warp for each pass."""
+        """Counts of earlier CTAs' numbers above the threshold and equal to it: a warp for each pass."""
         bits, none = th.number(0), th.number(0)
         for digit in range(DIGITS):
             of_digit = th.bit_and(th.div(bound.bits, 1 << (32 - BITS * (digit + 1))), BINS - 1)
@@ -298,7 +298,7 @@ class _Row:
         return value
 
     def pages(self, table: Any, width: int, page_size: int) -> list:
-        """Of each four numbers, what is added to their places so that these become slots in pages."""
+        """Offset of each four numbers from their places to slots in pages."""
         shifts = []
         for quad in range(self.quads):
             number = th.div(self._place(quad), page_size)
@@ -367,7 +367,7 @@ class _Row:
 
 
 def _swizzled(quad: Any):
-    """Where four numbers lie, as the first one's word, so that threads reach neither theirs nor a copy's through the same banks."""
+    """Swizzled place of four numbers, as the first one's word: threads reach neither theirs nor a copy's through the same banks."""
     return th.mul(th.xor(quad, th.rem(th.div(quad, 8), 8)), 4)
 
 

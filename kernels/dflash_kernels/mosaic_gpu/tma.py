@@ -45,17 +45,17 @@ def _lower_address(_: Any, barriers: Any) -> ir.Value:
 
 
 def address_of(barriers: Any) -> Any:
-    """Where barriers lie in shared memory, int32 scalar; in the interpreter, which has no addresses, the barriers themselves."""
+    """Address of barriers in shared memory, int32 scalar; in the interpreter, which has no addresses, the barriers themselves."""
     return barriers if interpreting() else _address_p.bind(barriers)
 
 
 def addresses(buffers: dict[str, Any]) -> dict[str, Any]:
-    """Where barriers that copies arrive at lie in shared memory, by name."""
+    """Addresses in shared memory of the barriers that copies arrive at, by name."""
     return {name: address_of(barriers) for name, barriers in buffers.items() if name.endswith("_in")}
 
 
 def arrival(address: Any, slot: Any) -> Any:
-    """Where barrier number `slot` lies."""
+    """Address of barrier number `slot`."""
     return address + slot * _BARRIER
 
 

@@ -95,8 +95,11 @@ def launch_select(
 
 
 def _ctas(rows: int, size: int, step: int) -> int:
-    """Of a row. On an H200 rows of 131,072 take, one 6.8 us with sixteen, two 8.9 with eight each, 16 rows 18.6 with eight and 15.7
-    with four: clusters of eight CTAs have to wait for one another there."""
+    """The number of CTAs of a row.
+
+    On an H200 rows of 131,072 take, one 6.8 us with sixteen, two 8.9 with eight each, 16 rows 18.6 with eight and 15.7 with four:
+    clusters of eight CTAs have to wait for one another there.
+    """
     ctas = next((some for some in (1, 2, 4) if size <= some * step), MOST_CTAS)
     if rows == 1 and size > LARGE_CTAS * step and target().multiprocessors >= MULTIPROCESSORS:
         return LARGE_CTAS

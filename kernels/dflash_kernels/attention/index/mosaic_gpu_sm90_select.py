@@ -13,7 +13,7 @@ from dflash_kernels.mosaic_gpu.tma import address_of
 
 
 def words(held: int, ctas: int) -> int:
-    """Of shared memory of one of so many CTAs that holds so many numbers."""
+    """Words of shared memory of one of so many CTAs that hold so many numbers."""
     return held + sum(scratch(ctas).values())
 
 

@@ -239,7 +239,7 @@ class Tiles:
         plgpu.commit_smem()
 
     def _sources(self, columns, tile, pages):
-        """Where some columns of a tile lie, in as many pieces as it has pages."""
+        """Sources of some columns of a tile, in as many pieces as it has pages."""
         page_size = self.launch.page_size
         if page_size >= KEYS:
             rows = pl.ds(lax.rem(tile, jnp.int32(page_size // KEYS)) * KEYS, KEYS)
@@ -290,7 +290,7 @@ class Tiles:
         self.see_gathered()
 
     def see_gathered(self):
-        """What this warpgroup knows to have come, matrix instructions find, too."""
+        """Makes copied rows, which this warpgroup knows to have arrived, visible to matrix instructions."""
         if self.launch.selected:
             gathered()
 

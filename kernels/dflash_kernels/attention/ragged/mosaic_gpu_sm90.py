@@ -139,7 +139,7 @@ def _each_block(launch: Launch, table_ref: Any, work: Callable[["Block", jax.Arr
 
 
 def _rings(launch: Launch, buffers: dict[str, Any]) -> list[Ring]:
-    """Of keys and of values."""
+    """Rings of keys and of values."""
     return [Ring(launch.stages, buffers[f"{stream}_in"], buffers[f"{stream}_out"]) for stream in ("k", "v")]
 
 
@@ -443,7 +443,7 @@ class Consumer:
         return found
 
     def _rest_of_weights(self, exponents, row_max, row_sum):
-        """Of what `_weigh` found: all weights as the values' dtype, the maximum, and the sum of all."""
+        """Rest of the results of `_weigh`: all weights as the values' dtype, the maximum, and the sum of all."""
         first, *others = exponents
         others = [jnp.exp2(other) for other in others]
         row_sum = sum((partial_reduce(jnp.add, other) for other in others), row_sum)

@@ -110,7 +110,7 @@ class Cta:
 
     @property
     def ring(self) -> Ring:
-        """Of the weights."""
+        """Ring of the weights."""
         return Ring(self.plan.stages, self.buffers["weights_in"], self.buffers["empty_in"])
 
     def parts(self, stage: str) -> int:
@@ -141,7 +141,7 @@ class Cta:
         return group, div(place, parts), rem(place, parts)
 
     def first_piece(self, stage: str, group: Any, tile: Any, part: Any) -> Any:
-        """Where the weights of a work item begin."""
+        """Start of a work item's weights."""
         plan, gated = self.plan, stage == GATED
         expert, _, _ = self.group(group)
         tiles, units = (plan.gated_tiles, plan.hidden) if gated else (plan.down_tiles, plan.inner)
@@ -149,7 +149,7 @@ class Cta:
         return (expert * tiles + tile) * (units // TILE * PIECES) + part * of_item
 
     def groups(self, stage: str) -> tuple[Any, Any]:
-        """Of its items: the first group, and the one after the last; the same where there are none."""
+        """Groups of its items: the first one, and the one after the last; equal if there are none."""
         (begin, end), count = self.items(stage), self.of_group(stage)
         first = div(begin, count)
         return first, jnp.where(end > begin, div(end - 1, count) + 1, first)
@@ -326,7 +326,7 @@ def _load(cta: Cta, stage: str, group: Any, turn: Any) -> None:
 
 
 def bias_of(cta: Cta, item: Item) -> Any:
-    """Of a work item's rows: asked for while consumers multiply, not when they have."""
+    """Biases of a work item's rows, loaded while consumers multiply."""
     plan, (expert, _, _), bias = cta.plan, cta.group(item.group), cta.refs[BIASES[item.stage]]
     if item.stage == GATED:
         return gated_bias(bias, expert * plan.gated_tiles + item.tile)

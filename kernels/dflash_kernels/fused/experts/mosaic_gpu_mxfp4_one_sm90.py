@@ -99,7 +99,7 @@ class OneToken(Cta):
         return number, step
 
     def own_items(self) -> list[Any]:
-        """Of the second product, of each group."""
+        """This CTA's items of the second product, of each group."""
         owned, (count, item_of) = [jnp.int32(0)] * self.plan.top_k, self.dealt(DOWN)
 
         def one(turn: Any, owned: list[Any]) -> list[Any]:
@@ -193,7 +193,7 @@ def finish(cta: OneToken) -> None:
 
 
 def _line(cta: OneToken, item: Item) -> Any:
-    """Where a work item's biases lie, in tiles."""
+    """Tile of a work item's biases."""
     expert, _, _ = cta.group(item.group)
     return expert * (cta.plan.gated_tiles if item.stage == GATED else cta.plan.down_tiles) + item.tile
 

@@ -115,7 +115,7 @@ class Cta:
         return (self.plan.hidden if stage == GATED else self.plan.inner) // (UNIT * BLOCK)
 
     def first_feature(self, tile: Any) -> Any:
-        """Of a tile of the first product."""
+        """First feature of a tile of the first product."""
         return jnp.minimum(tile * self.plan.gated_rows, self.plan.inner - self.plan.gated_rows)
 
     def group(self, group: Any) -> list[Any]:

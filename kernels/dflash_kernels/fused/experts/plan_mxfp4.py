@@ -61,7 +61,7 @@ class Mxfp4Plan(Plan):
 
     @property
     def dealt(self) -> tuple[int, int, int]:
-        """How one token's items of the second product are dealt out after those of the first, so that CTAs end together.
+        """Distribution of one token's items of the second product after those of the first, so that CTAs end together.
 
         The CTAs that have one more item of the first product than the others; how many of the second those others have before the
         last ones; and how many last ones there are, one for each CTA or none.

@@ -133,7 +133,7 @@ def store_out(
     of_shares, found = th.address(shares, space=3), {}
 
     def column_of(column: Any, key: Any) -> Any:
-        """Where a column's entry goes, and its weight: once for all rows of a thread."""
+        """Destination of a column's entry, and its weight: once for all rows of a thread."""
         if key not in found:
             there = th.compare(column, "ult", live)
             place = th.add(first, th.select(there, column, th.number(0)))

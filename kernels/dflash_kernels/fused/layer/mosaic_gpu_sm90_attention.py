@@ -356,7 +356,7 @@ def _full_8bit(split: Split, which: int, tile: Any) -> Any:
 
 
 def _place_8bit(split: Split, which: int, tile: Any) -> Any:
-    """Of a tile as it comes: two lie in the memory of one that is widened, before all of those."""
+    """Place of an eight-bit tile as it arrives: two lie in the memory of one that is widened, before all of those."""
     ahead = split.attention.stages_8bit
     first = 2 * (split.buffers["kv_sm"].shape[0] - 1 - 2 * split.attention.stages - ahead)
     return first + 2 * rem(tile, ahead) + which
@@ -375,7 +375,7 @@ def _pages(split: Split, tile: Any) -> list[Any]:
 
 
 def _page_rows(split: Split, which: int, tile: Any, pages: list[Any]) -> Iterator[tuple[Any, Any]]:
-    """Where a tile lies in memory: its rows, and the part of a pool they come from."""
+    """Location of a tile in memory: its rows, and the part of a pool they come from."""
     rows = min(split.attention.page_size, KEYS)
     first = rem(split.of_sequence(tile), max(split.attention.page_size // KEYS, 1)) * KEYS
     for copy, page in enumerate(pages):

@@ -126,7 +126,7 @@ def _loaded(shapes: Attention, norm: Any) -> list[Any]:
 
 
 def issue_loads(shapes: Attention, refs: Mapping[str, Any], sequence: Any, head: Any) -> list[Any]:
-    """What `put_queries` and `put_new` are made of, on its way to registers from here on."""
+    """Starts the loads to registers of the operands of `put_queries` and `put_new`."""
     names = ("qkv", "cos", "sin", "q_norm", "k_norm")
     return _issue_loads(*[refs.get(name) for name in names], sequence, head, shapes=shapes)
 

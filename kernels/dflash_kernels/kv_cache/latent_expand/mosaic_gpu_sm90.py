@@ -124,7 +124,7 @@ def _each_tile(plan: Plan, lens_ref: Any, work: Callable[..., None]) -> jax.Arra
 
 
 class _Ring:
-    """Where a slab lies, and which barriers are its own. Slabs of a CTA are counted from 0 on.
+    """Ring of slabs: the memory and the barriers of each. Slabs of a CTA are counted from 0 on.
 
     Keys and values of a head take turns in copying the rotated part of their rows, one more slab of a tile.
     """
