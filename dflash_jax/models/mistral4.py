@@ -57,7 +57,7 @@ class Mistral4Config(DeepseekConfig):
     experts_in_one: bool = False
 
     @classmethod
-    def from_hf(
+    def from_hf(  # pyright: ignore[reportIncompatibleMethodOverride] (the registry gives names where a family reads them)
         cls, values: Mapping[str, Any], tensor_names: Collection[str] = (), notices: list[str] | None = None
     ) -> "Mistral4Config":
         """Reads a `config.json` of one of `ARCHITECTURES`.
@@ -137,6 +137,7 @@ class Mistral4Attention(MLAttention):
     """Latent attention whose queries are multiplied by a factor of their position, the last column of its rotation."""
 
     def __call__(self, x: Array, rotary: Rotary, attend: LatentAttend, cache: Cache = None) -> tuple[Array, Cache]:
+        assert isinstance(self.config, Mistral4Config)
         queries, row = self.project(x)
         grown = (queries * rotary.cos[..., -1:, None].astype(x.dtype)) if self.config.query_growth else queries
         turned = Rotary(*(side[..., :-1] for side in rotary))
