@@ -137,9 +137,8 @@ class Mistral4Attention(MLAttention):
     """Latent attention whose queries are multiplied by a factor of their position, the last column of its rotation."""
 
     def __call__(self, x: Array, rotary: Rotary, attend: LatentAttend, cache: Cache = None) -> tuple[Array, Cache]:
-        assert isinstance(self.config, Mistral4Config)
         queries, row = self.project(x)
-        grown = (queries * rotary.cos[..., -1:, None].astype(x.dtype)) if self.config.query_growth else queries
+        grown = queries * rotary.cos[..., -1:, None].astype(x.dtype)
         turned = Rotary(*(side[..., :-1] for side in rotary))
         out, cache = attend.latent(self, grown, row, turned, cache)
         return self.o_proj(out.reshape(*out.shape[:-2], -1)), cache
@@ -150,15 +149,15 @@ class Mistral4(Decoder):
 
     def __init__(self, config: Mistral4Config):
         layers = [DeepseekLayer(config, i, Mistral4Attention) for i in range(config.num_layers)]
-        self.rotary_dim = config.qk_rope_head_dim
+        self.rotary_dim, self.growth = config.qk_rope_head_dim, config.query_growth
         super().__init__(config, layers, tied=config.tie_embeddings)
 
     def rotary(self, positions: Int[Array, "B T"]) -> Rotary:
         """The rotation at `positions`, and in a last column of both sides the factor on queries there."""
-        turned, config = rotary_tables(positions, self.config.rope, self.rotary_dim), self.config
-        assert isinstance(config, Mistral4Config)
-        reached = (positions // config.rope.original_max_position).astype(jnp.float32)
-        factor = 1 + config.query_growth * jnp.log(1 + reached)[..., None]
+        rope = self.config.rope
+        turned = rotary_tables(positions, rope, self.rotary_dim)
+        reached = (positions // rope.original_max_position).astype(jnp.float32)
+        factor = 1 + self.growth * jnp.log(1 + reached)[..., None]
         return Rotary(*(jnp.concatenate([side, factor.astype(side.dtype)], axis=-1) for side in turned))
 
 
