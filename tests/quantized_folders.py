@@ -5,6 +5,7 @@ Codes and scales are drawn, so that every pattern of bits comes up; nothing here
 
 import json
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -155,10 +156,10 @@ def _drawn_scales(shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarra
 type Parts = dict[str, np.ndarray]
 
 
-def nvfp4_of_modelopt(shape: tuple[int, ...], rng: np.random.Generator) -> tuple[Parts, np.ndarray]:
+def nvfp4_of_modelopt(shape: tuple[int, ...], rng: np.random.Generator, group: int = 16) -> tuple[Parts, np.ndarray]:
     """With a scale of scales for each expert."""
     *lead, height, width = shape
-    codes, scales = rng.integers(0, 16, shape), _drawn_scales((*lead, height, -(-width // 16)), rng)
+    codes, scales = rng.integers(0, 16, shape), _drawn_scales((*lead, height, -(-width // group)), rng)
     whole = rng.uniform(1e-4, 2e-4, lead).astype(np.float32)
     products = scales.astype(np.float32) * whole[..., None, None]
     parts = {
@@ -167,7 +168,7 @@ def nvfp4_of_modelopt(shape: tuple[int, ...], rng: np.random.Generator) -> tuple
         ".weight_scale_2": whole,
         ".input_scale": np.ones(lead, np.float32),
     }
-    return parts, e2m1(codes) * spread(products, shape, (1, 16))  # fmt: skip
+    return parts, e2m1(codes) * spread(products, shape, (1, group))  # fmt: skip
 
 
 def nvfp4_of_compressed_tensors(shape: tuple[int, ...], rng: np.random.Generator) -> tuple[Parts, np.ndarray]:
@@ -186,6 +187,11 @@ def mxfp4(shape: tuple[int, ...], rng: np.random.Generator) -> tuple[Parts, np.n
     )
     products = 2.0 ** (exponents.astype(np.int64) - 127)
     return {".weight_packed": _pairs(codes), ".weight_scale": exponents}, e2m1(codes) * spread(products, shape, (1, 32))
+
+
+def mxfp4_of_modelopt(shape: tuple[int, ...], rng: np.random.Generator) -> tuple[Parts, np.ndarray]:
+    parts, exact = mxfp4(shape, rng)
+    return {".weight": parts[".weight_packed"], ".weight_scale": parts[".weight_scale"]}, exact
 
 
 def mxfp8(shape: tuple[int, ...], rng: np.random.Generator) -> tuple[Parts, np.ndarray]:
@@ -319,6 +325,10 @@ _EIGHT = {"load_in_4bit": False, "_load_in_4bit": False, "load_in_8bit": True, "
 # How a matrix is made, what config.json says, and what a notice says of it.
 RELEASES: dict[str, tuple[Maker, dict[str, Any], str]] = {
     "modelopt nvfp4": (nvfp4_of_modelopt, modelopt("NVFP4"), "NVFP4"),
+    "modelopt w4a8": (
+        partial(nvfp4_of_modelopt, group=32), modelopt("W4A8_NVFP4_FP8", group_size=32), "NVFP4 in groups of 32",
+    ),
+    "modelopt mxfp4": (mxfp4_of_modelopt, modelopt("w4a8_mxfp4_fp8"), "MXFP4"),
     "modelopt mxfp8": (mxfp8, modelopt("MXFP8"), "MXFP8"),
     "modelopt rows": (float8_rows_of_modelopt, modelopt("FP8_PER_CHANNEL_PER_TOKEN"), "float8 with a scale for each row"),
     "modelopt blocks": (float8_blocks_of_modelopt, modelopt("fp8_pb_wo"), "float8 in blocks of 128 x 128"),

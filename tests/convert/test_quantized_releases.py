@@ -15,6 +15,7 @@ from dflash_jax.checkpoints import huggingface
 from dflash_jax.checkpoints.huggingface import open_checkpoint
 from dflash_jax.checkpoints.quantized import dequantized
 from dflash_jax.checkpoints.quantized.bitsandbytes import Blocks, Nested
+from dflash_jax.checkpoints.quantized.input_first import InputFirst
 from dflash_jax.checkpoints.quantized.packed import E2M1, table_of
 from dflash_jax.checkpoints.quantized.releases import take_release
 from dflash_jax.checkpoints.quantized.scaled import Scaled
@@ -30,6 +31,7 @@ from ..quantized_folders import (
     e2m1,
     gptq,
     gptq_config,
+    is_projection,
     load,
     modelopt,
     nvfp4_of_modelopt,
@@ -43,6 +45,7 @@ from .test_float8_releases import MIXTURE, NEXT, STACKED
 # Sizes that words of three bits fill.
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_hidden_layers": 2}
 Q = "model.layers.1.self_attn.q_proj"
+RELEASED = Path(__file__).parent / "golden" / "released"
 type Tensors = dict[str, np.ndarray]
 
 
@@ -70,6 +73,19 @@ def check_every_number(folder: Path, exact: Tensors, *dtypes: str) -> None:
         for name, value in found.items():
             np.testing.assert_array_equal(value, exact[name].astype(np.float32).astype(value.dtype), err_msg=name)
             assert value.ndim == 1 or value.dtype == jnp.dtype(dtype)
+
+
+@pytest.mark.parametrize("name", [path.name for path in sorted(RELEASED.iterdir())])
+def test_models_that_other_tools_wrote(name: str) -> None:
+    """make_quantized_models.py: folders of transformers, compressed-tensors and ModelOpt, and their numbers."""
+    checkpoint = open_checkpoint(RELEASED / name)
+    with np.load(RELEASED / name / "dequantized.npz") as file:
+        theirs = dict(file)
+    assert f": {len(theirs)} tensors are dequantized" in checkpoint.notices[0]
+    ours = to_huggingface(checkpoint.family.parameters(checkpoint.config), checkpoint.load("bfloat16"))
+    for key, bits in theirs.items():
+        wanted = bits.view(ml_dtypes.bfloat16).astype(np.float32)
+        np.testing.assert_array_equal(np.asarray(ours[key], np.float32), wanted, err_msg=key)
 
 
 @pytest.mark.parametrize("kind", RELEASES)
@@ -120,6 +136,49 @@ def test_experts_in_one_tensor(hf: Any) -> None:
         products = scales.astype(np.float32) * np.float32(1e-4)
         exact[name] = numbers * np.repeat(products, 16, -1)[..., :24]
         check_every_number(put(folder, stored), exact)
+
+
+OSS: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "vocab_size": 96, "hidden_size": 64, "intermediate_size": 32,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 3,
+    "num_experts_per_tok": 2, "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "sliding_window": 16,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("each", [True, False], ids=["each", "all"])
+def test_experts_with_input_channels_first(hf: Any, each: bool) -> None:
+    """gpt-oss's, whose bytes and scales go down a column, with a second scale for each expert or for all."""
+
+    def make(shape: tuple[int, ...], rng: np.random.Generator) -> tuple[Tensors, np.ndarray]:
+        if len(shape) == 2:
+            return nvfp4_of_modelopt(shape, rng)
+        experts, inner, outer = shape
+        parts, exact = nvfp4_of_modelopt((experts, outer, inner), rng)
+        if not each:
+            whole, grid = parts[".weight_scale_2"][:1], parts[".weight_scale"].astype(np.float32)
+            numbers = e2m1(np.stack([parts[".weight"] & 15, parts[".weight"] >> 4], -1).reshape(exact.shape))
+            parts[".weight_scale_2"], exact = whole.reshape(()), numbers * np.repeat(grid * whole, 16, -1)
+        turned = {end: parts[end].swapaxes(1, 2) for end in (".weight", ".weight_scale")}
+        return parts | turned, exact.swapaxes(1, 2)
+
+    def chosen(name: str, tensor: np.ndarray) -> bool:
+        return is_projection(name, tensor) and not name.endswith(("_bias", "router.weight"))
+
+    stored, exact = released(hf.tensors(OSS), make, chosen)
+    assert stored["model.layers.0.mlp.experts.gate_up_proj"].shape == (3, 32, 64)
+    folder = put(hf.write("oss", OSS | {"quantization_config": modelopt("NVFP4")}, {}), stored, shards=2)
+    assert "weights were released in NVFP4: 12 tensors" in open_checkpoint(folder).notices[0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dequantized, "SLAB", 200)
+        patch.setattr(huggingface, "PART_BYTES", 4 * 333)
+        check_every_number(folder, exact, "float32")
+    name = "model.layers.1.mlp.experts.down_proj"
+    broken = stored | {f"{name}_weight_scale_2": np.ones(2, np.float32)}
+    with pytest.raises(
+        CheckpointError, match=r"_weight_scale_2 is float32 .2., expected one scale, or one for each of 3 exp"
+    ):
+        open_checkpoint(put(folder, broken))
 
 
 def test_layers_in_several_formats_of_modelopt(hf: Any) -> None:
@@ -291,7 +350,15 @@ def _large_nf4(path: Path) -> Blocks:
     return Blocks(codes, table, Nested(places, inner, wholes, 256, 0.5), (4096, 8192), 64)
 
 
-@pytest.mark.parametrize("make", [_large_nvfp4, _large_nf4], ids=["nvfp4", "nf4"])
+def _large_input_first(path: Path) -> InputFirst:
+    codes, scales, whole = _sparse(path, ("U8", (4, 512, 8192)), ("F8_E4M3", (4, 64, 8192)), ("F32", (4,)))
+    with path.open("r+b") as file:
+        file.seek(whole.offset)
+        file.write(np.ones(4, np.float32).tobytes())
+    return InputFirst(codes, scales, whole, (4, 1024, 8192), 16)
+
+
+@pytest.mark.parametrize("make", [_large_nvfp4, _large_nf4, _large_input_first], ids=["nvfp4", "nf4", "input first"])
 def test_memory_stays_far_below_a_matrix(tmp_path: Path, make: Callable[[Path], Any]) -> None:
     """128 MB of numbers, 16 MB of codes: no more than a slab of codes and a few pieces are held at a time."""
     weight = dequantized.Dequantized.of("weight", make(tmp_path / "large"), "bfloat16")

@@ -1,15 +1,16 @@
-"""`quant_method: "modelopt"`: float8 and NVFP4 as TensorRT Model Optimizer writes them, one format or several side by side.
+"""`quant_method: "modelopt"`: float8, NVFP4 and MX formats as TensorRT Model Optimizer writes them, one or several side by side.
 
-    X.weight          float8_e4m3fn [F, D], or of NVFP4 uint8 [F, D/2]: two numbers in E2M1, the first in the lower bits
-    X.weight_scale    FP8: one; FP8_PER_CHANNEL_PER_TOKEN: [F]; FP8_PB_WO: [F/128, 1, D/128, 1]; MXFP8: exponents, uint8 [F, D/32];
-                      NVFP4: float8_e4m3fn [F, D/16]
+    X.weight          float8_e4m3fn [F, D], or of NVFP4 and MXFP4 uint8 [F, D/2]: two numbers in E2M1, the first in the lower bits
+    X.weight_scale    FP8: one; FP8_PER_CHANNEL_PER_TOKEN: [F]; FP8_PB_WO: [F/128, 1, D/128, 1]; MXFP8, MXFP4: exponents, uint8
+                      [F, D/32]; NVFP4: float8_e4m3fn [F, D/16], or [F, D/32] beside activations in float8
     X.weight_scale_2  of NVFP4, float32: what its scales are multiplied with
     X.input_scale     what activations would be divided by; not needed
 
 Experts in one tensor, `experts.gate_up_proj [E, 2F, D]`, have `experts.gate_up_proj_weight_scale` and the like, and a second scale
-for each expert. Which modules are left out (`exclude_modules`, `ignore`, with wildcards) and which are in which format
-(`quantized_layers`), the tensors say too. Sources: ModelOpt, `torch/export/quant_utils.py`, `torch/export/convert_hf_config.py` and
-`torch/quantization/qtensor`; vLLM's ModelOptQuantConfigBase and its kin.
+for each expert or for all; gpt-oss's have input channels first (`input_first`). Which modules are left out (`exclude_modules`,
+`ignore`, with wildcards) and which are in which format (`quantized_layers`), the tensors say too. Sources: ModelOpt,
+`torch/export/quant_utils.py`, `torch/export/convert_hf_config.py` and `torch/quantization/qtensor`; vLLM's
+ModelOptQuantConfigBase and its kin.
 """
 
 from collections.abc import Collection, Mapping
@@ -17,10 +18,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from dflash_jax.checkpoints.quantized.dequantized import float8
+from dflash_jax.checkpoints.quantized.dequantized import Matrix, float8
+from dflash_jax.checkpoints.quantized.input_first import input_first, is_input_first
 from dflash_jax.checkpoints.quantized.packed import E2M1, table_of
 from dflash_jax.checkpoints.quantized.release import KEY, Found, Release, check_names, one_of, refuse_unknown
-from dflash_jax.checkpoints.quantized.scaled import PER_ROW, PER_TENSOR, Block, Scaled, scaled
+from dflash_jax.checkpoints.quantized.scaled import PER_ROW, PER_TENSOR, Block, scaled
 from dflash_jax.checkpoints.safetensors import Tensor
 from dflash_jax.config import shown
 from dflash_jax.errors import ConfigError
@@ -33,22 +35,26 @@ class _Algorithm:
     Attributes:
       what, activations: see `Release`.
       dtype: of codes.
+      exponents: whether scales are.
     """
 
     what: str
     dtype: str
     block: Block
     activations: str | None
+    exponents: bool = False
 
 
 _ALGORITHMS: Mapping[str, _Algorithm] = {
     "FP8": _Algorithm("float8 with a scale for each tensor", "F8_E4M3", PER_TENSOR, "float8, static"),
     "FP8_PER_CHANNEL_PER_TOKEN": _Algorithm("float8 with a scale for each row", "F8_E4M3", PER_ROW, "float8, dynamic"),
     "FP8_PB_WO": _Algorithm("float8 in blocks of 128 x 128", "F8_E4M3", (128, 128), None),
-    "MXFP8": _Algorithm("MXFP8", "F8_E4M3", (1, 32), "MXFP8, dynamic"),
+    "MXFP8": _Algorithm("MXFP8", "F8_E4M3", (1, 32), "MXFP8, dynamic", exponents=True),
+    "MXFP4": _Algorithm("MXFP4", "U8", (1, 32), "MXFP4, dynamic", exponents=True),
+    "W4A8_MXFP4_FP8": _Algorithm("MXFP4", "U8", (1, 32), "float8, static", exponents=True),
     "NVFP4": _Algorithm("NVFP4", "U8", (1, 16), "NVFP4, static"),
     "W4A16_NVFP4": _Algorithm("NVFP4", "U8", (1, 16), None),
-    "W4A8_NVFP4_FP8": _Algorithm("NVFP4", "U8", (1, 16), "float8, static"),
+    "W4A8_NVFP4_FP8": _Algorithm("NVFP4 in groups of 32", "U8", (1, 32), "float8, static"),
 }
 _MIXED = "MIXED_PRECISION"
 _KNOWN = (
@@ -111,8 +117,8 @@ def _find(
 ) -> dict[str, Found]:
     found = {}
     for name, codes in tensors.items():
-        blocks = [one.block for one in algorithms if one.dtype == codes.dtype]
-        if not blocks or name in lost or name.endswith(("_scale", "_scale_2")):
+        own = [one for one in algorithms if one.dtype == codes.dtype]
+        if not own or name in lost or name.endswith(("_scale", "_scale_2")):
             continue
         stacked = not name.endswith(".weight")
         module = f"{name}_" if stacked else name.removesuffix("weight")
@@ -121,26 +127,39 @@ def _find(
             for end in ("weight_scale", "weight_scale_2", "input_scale")
             if module + end in tensors
         }
-        wanted = ("weight_scale", "weight_scale_2") if codes.dtype == "U8" else ("weight_scale",)
+        scale = parts.get("weight_scale")
+        if scale is not None:
+            own = [one for one in own if one.exponents == (scale.dtype == "U8")] or own
+        two = codes.dtype == "U8" and not own[0].exponents
+        wanted = ("weight_scale", "weight_scale_2") if two else ("weight_scale",)
         if missing := [module + end for end in wanted if end not in parts]:
-            kind = "NVFP4" if codes.dtype == "U8" else "float8"
+            kind = own[0].what.split()[0]
             problems.append(
                 f"tensor {name} is in {kind} and has no scale {' and no '.join(missing)}; fetch the tensors again"
             )
         found[name] = Found(
-            None if missing else _matrix(name, codes, parts, blocks, problems),
+            None if missing else _matrix(name, codes, parts, [one.block for one in own], two, problems),
             [name, *(one.name for one in parts.values())],
         )
     return found
 
 
 def _matrix(
-    name: str, codes: Tensor, parts: Mapping[str, Tensor], blocks: list[Block], problems: list[str]
-) -> Scaled | None:
+    name: str, codes: Tensor, parts: Mapping[str, Tensor], blocks: list[Block], two: bool, problems: list[str]
+) -> Matrix | None:
+    """The matrix in one of these blocks; None with what is wrong with it.
+
+    Args:
+      two: whether its scales have one of their own.
+    """
     scale, decode = parts["weight_scale"], _DECODERS[codes.dtype]
     if codes.dtype == "U8":
         shape = (*codes.shape[:-1], *(2 * width for width in codes.shape[-1:]))
-        return scaled(name, shape, codes, scale, decode, blocks[:1], problems, whole=parts["weight_scale_2"])
+        whole, group = parts.get("weight_scale_2"), blocks[0][1]
+        if two and whole is not None and group is not None and is_input_first(codes, scale, group):
+            return input_first(name, codes, scale, whole, group, problems)
+        more = {"whole": whole} if two else {}
+        return scaled(name, shape, codes, scale, decode, list(dict.fromkeys(blocks)), problems, **more)
     if len(scale.shape) == 4 and scale.shape[1::2] == (1, 1):
         scale = replace(scale, shape=scale.shape[::2])
     return scaled(name, codes.shape, codes, scale, decode, blocks, problems)

@@ -67,11 +67,7 @@ class Scaled(Matrix):
         low, high = int(place[0]), int(place[-1]) + 1
         grid = scales(self.scales.part(low * groups, (high - low, groups)))[place - low]
         if self.whole is not None:
-            whole = _positive(self.whole)
-            if whole.size > 1:
-                whole = whole[row // (prod(self.shape[:-1]) // whole.size), None]
-            with np.errstate(over="ignore"):
-                grid = grid / whole if self.inverse else grid * whole
+            grid = rescaled(grid, self.whole, row, self.shape, inverse=self.inverse)
         zeros = None if self.zeros is None else self.zeros(low, high)[place - low]
         spread = read_spread(self.shape[-1], block_columns, self.order)
         return Rows(codes, self.decode, grid, spread, zeros, self.factor)
@@ -98,14 +94,8 @@ def scaled(
     *lead, height, width = shape
     whole = more.get("whole")
     if isinstance(whole, Tensor):
-        if scale.dtype != "F8_E4M3":
-            problems.append(f"tensor {scale.name} has dtype {scale.dtype_name}, expected scales in float8_e4m3fn")
-            return None
-        if whole.dtype_name not in FLOAT_DTYPES or whole.size not in (1, prod(lead)):
-            experts = f", or one for each of {prod(lead)} experts" if lead else ""
-            problems.append(
-                f"tensor {whole.name} is {whole.dtype_name} {list(whole.shape)}, expected one scale{experts} in float32"
-            )
+        if problem := second_scale_problem(scale, whole, lead):
+            problems.append(problem)
             return None
     elif not is_scale_dtype(scale):
         problems.append(
@@ -119,8 +109,8 @@ def scaled(
         if _trimmed(scale.shape) == _trimmed(wanted):
             return Scaled(codes, scale, decode, shape, height, (rows, columns), **more)  # type: ignore[arg-type]
         if (block_rows, block_columns) == PER_TENSOR and scale.size == 1:
-            whole = prod(lead) * height
-            return Scaled(codes, scale, decode, shape, whole, (whole, width), **more)  # type: ignore[arg-type]
+            count = prod(lead) * height
+            return Scaled(codes, scale, decode, shape, count, (count, width), **more)  # type: ignore[arg-type]
         expected.append(list(wanted))
     problems.append(
         f"tensor {scale.name} has shape {list(scale.shape)}, expected {' or '.join(map(str, expected))} for {name} of shape "
@@ -129,15 +119,34 @@ def scaled(
     return None
 
 
-def _positive(tensor: Tensor) -> np.ndarray:
-    """Scales of scales, float32. Raises CheckpointError for one that is not positive."""
-    values = scales(tensor).reshape(-1)
+def second_scale_problem(scale: Tensor, whole: Tensor, experts: Sequence[int]) -> str | None:
+    """What is wrong with scales in float8 and what they are scaled with, one or one for each of these experts."""
+    if scale.dtype != "F8_E4M3":
+        return f"tensor {scale.name} has dtype {scale.dtype_name}, expected scales in float8_e4m3fn"
+    if whole.dtype_name in FLOAT_DTYPES and whole.size in (1, prod(experts)):
+        return None
+    each = f", or one for each of {prod(experts)} experts" if experts else ""
+    return f"tensor {whole.name} is {whole.dtype_name} {list(whole.shape)}, expected one scale{each} in float32"
+
+
+def rescaled(
+    grid: np.ndarray, whole: Tensor, row: np.ndarray, shape: tuple[int, ...], *, inverse: bool = False
+) -> np.ndarray:
+    """Scales of these rows of a matrix of `shape`, multiplied with what scales them, or divided by it.
+
+    Raises:
+      CheckpointError: that is not positive.
+    """
+    values = scales(whole).reshape(-1)
     if not (values > 0).all():
         raise CheckpointError(
-            str(tensor.path),
-            f"tensor {tensor.name} holds a scale that is not positive: the file is damaged, fetch it again",
+            str(whole.path),
+            f"tensor {whole.name} holds a scale that is not positive: the file is damaged, fetch it again",
         )
-    return values
+    if values.size > 1:
+        values = values[row // (prod(shape[:-1]) // values.size), None]
+    with np.errstate(over="ignore"):
+        return grid / values if inverse else grid * values
 
 
 def _trimmed(shape: tuple[int, ...]) -> tuple[int, ...]:
