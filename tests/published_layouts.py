@@ -114,12 +114,38 @@ TARGETS: dict[str, dict[str, Any]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
         },
     ),
+    "Mellum 2": SIZES | BOOKS | EXPERTS | {
+        "architectures": ["MellumForCausalLM"], "model_type": "mellum", "layer_types": WINDOWED, "sliding_window": 9,
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"], "norm_topk_prob": True,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 5e5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    },
+    "MiniMax-M2.5 and M2.7": SIZES | BOOKS | {
+        "architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2", "attn_type_list": [1] * LAYERS, "rope_theta": 5e6,
+        "layernorm_full_attention_beta": 1.0, "layernorm_mlp_beta": 1.0, "mlp_intermediate_size": 64, "mtp_transformer_layers": 1,
+        "num_experts_per_tok": 2, "num_local_experts": 4, "num_mtp_modules": 3, "qk_norm_type": "per_layer", "rotary_dim": 8,
+        "scoring_func": "sigmoid", "shared_intermediate_size": 0, "shared_moe_mode": "sigmoid", "use_mtp": True,
+        "use_qk_norm": True, "use_routing_bias": True,
+    },
+    "Mistral Small 4": _text_model(
+        "Mistral3ForConditionalGeneration", "mistral3",
+        {key: value for key, value in SIZES.items() if key != "head_dim"} | BOOKS | {
+            "model_type": "mistral4", "q_lora_rank": 12, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 4,
+            "v_head_dim": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "moe_intermediate_size": 24,
+            "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.0, "first_k_dense_replace": 0,
+            "num_key_value_heads": 4, "pretraining_tp": 1, "rope_interleave": True,
+            "rope_parameters": {
+                "type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16,
+                "max_position_embeddings": 512, "beta_fast": 32.0, "beta_slow": 1.0, "mscale_all_dim": 1.0, "mscale": 1.0,
+                "llama_4_scaling_beta": 0.1, "partial_rotary_factor": 0.25,
+            },
+        },
+    ),
 }  # fmt: skip
 # What targets that are not loaded call themselves, where that is known.
 REFUSED_TARGETS: dict[str, tuple[str, ...]] = {
-    "MiniMax-M2.5 and M2.7": ("MiniMaxM2ForCausalLM",),
-    "Mellum 2": ("MellumForCausalLM",),
-    "Mistral Small 4": ("Mistral4ForCausalLM",),
     "Nemotron 3 and 3.5": ("NemotronHForCausalLM",),
     "GLM-5.3-Flash": ("Glm5NextForCausalLM", "Glm5NextForConditionalGeneration"),
     "Qwen3.8-Flash-Next": ("Qwen4ExpForConditionalGeneration",),

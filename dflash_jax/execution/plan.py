@@ -346,6 +346,8 @@ def _layers_refusal(traits: LayerTraits, activation: Activation = "silu") -> str
         return "some layers are gated delta nets, whose fused runners are switched off"
     if traits.short_conv:
         return "some layers are short convolutions, which no fused runner has"
+    if traits.normed_together:
+        return "queries and keys are normed over all heads at once, which no fused runner does"
     if traits.normed_out:
         return "what comes out of a sublayer is normed before it is added, for which kernels have no epilogue"
     if traits.activation != activation:

@@ -59,7 +59,23 @@ from dflash_jax.models.lfm2 import ARCHITECTURES as LFM2_ARCHITECTURES
 from dflash_jax.models.lfm2 import MODEL_TYPES as LFM2_TYPES
 from dflash_jax.models.lfm2 import Lfm2, Lfm2Config, lfm2_canonical, lfm2_parameters, lfm2_traits
 from dflash_jax.models.llama import Llama, LlamaConfig, llama_canonical, llama_parameters, llama_traits
+from dflash_jax.models.mellum import Mellum, MellumConfig, mellum_canonical, mellum_parameters, mellum_traits
+from dflash_jax.models.minimax_m2 import (
+    MiniMaxM2,
+    MiniMaxM2Config,
+    minimax_m2_canonical,
+    minimax_m2_parameters,
+    minimax_m2_traits,
+)
 from dflash_jax.models.mistral import Mistral, MistralConfig, mistral_canonical, mistral_parameters, mistral_traits
+from dflash_jax.models.mistral4 import ARCHITECTURES as MISTRAL4_ARCHITECTURES
+from dflash_jax.models.mistral4 import (
+    Mistral4,
+    Mistral4Config,
+    mistral4_canonical,
+    mistral4_parameters,
+    mistral4_traits,
+)
 from dflash_jax.models.muse_glimmer import ARCHITECTURES as MUSE_ARCHITECTURES
 from dflash_jax.models.muse_glimmer import MODEL_TYPES as MUSE_TYPES
 from dflash_jax.models.muse_glimmer import (
@@ -249,6 +265,18 @@ FAMILIES = (
     Family(
         "muse_glimmer", "target", MUSE_ARCHITECTURES, MuseGlimmerConfig, MuseGlimmer, muse_glimmer_parameters,
         muse_glimmer_canonical, traits=muse_glimmer_traits, model_types=MUSE_TYPES,
+    ),
+    Family(
+        "mellum", "target", ("MellumForCausalLM",), MellumConfig, Mellum, mellum_parameters, mellum_canonical,
+        traits=mellum_traits, facts=_experts,
+    ),
+    Family(
+        "minimax_m2", "target", ("MiniMaxM2ForCausalLM",), MiniMaxM2Config, MiniMaxM2, minimax_m2_parameters,
+        minimax_m2_canonical, traits=minimax_m2_traits, facts=_experts,
+    ),
+    Family(
+        "mistral4", "target", MISTRAL4_ARCHITECTURES, Mistral4Config, Mistral4, mistral4_parameters, mistral4_canonical,
+        traits=mistral4_traits, reads_names=True, facts=_latent,
     ),
     Family(
         "dflash", "draft", DRAFT_ARCHITECTURES, DFlashConfig, DFlash, dflash_parameters, dflash_canonical,

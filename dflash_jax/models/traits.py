@@ -72,6 +72,7 @@ class LayerTraits:
       convolved: whether what goes into a sublayer and what comes out of it is convolved along the tokens.
       delta: of the layers that have a gated delta net in attention's place.
       short_conv: whether some layers have a short convolution in attention's place.
+      normed_together: whether queries, and keys, are normed over all heads at once, before attention is asked.
       feed_forward: "dense", "moe", or "mixed" where some layers have experts and others a dense one, or all have both.
       activation: of the feed-forwards' gate.
       experts: of the layers that have such.
@@ -101,6 +102,7 @@ class LayerTraits:
     convolved: bool = False
     delta: DeltaTraits | None = None
     short_conv: bool = False
+    normed_together: bool = False
 
     @property
     def heads_width(self) -> int:

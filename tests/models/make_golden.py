@@ -15,6 +15,9 @@ from golden import (
     gpt_oss_oracle,
     lfm2_oracle,
     llama_oracle,
+    mellum_oracle,
+    minimax_m2_oracle,
+    mistral4_oracle,
     muse_glimmer_oracle,
     qwen3_moe_oracle,
     qwen3_oracle,
@@ -60,10 +63,16 @@ def main() -> None:
         sizes |= dflash_oracle.write_all()
     if family in ("vision", "all"):
         sizes |= vision_oracle.write_all()
-    if family in ("lfm2", "muse_glimmer", "all"):
+    if family in ("lfm2", "muse_glimmer", "mellum", "minimax_m2", "mistral4", "all"):
         sizes |= lfm2_oracle.write_all()
-    if family in ("muse_glimmer", "all"):
+    if family in ("muse_glimmer", "mellum", "minimax_m2", "mistral4", "all"):
         sizes |= muse_glimmer_oracle.write_all()
+    if family in ("mellum", "all"):
+        sizes |= mellum_oracle.write_all()
+    if family in ("minimax_m2", "mistral4", "all"):
+        sizes |= minimax_m2_oracle.write_all()
+    if family in ("mistral4", "all"):
+        sizes |= mistral4_oracle.write_all()
     for case, size in sizes.items():
         print(f"{case:28s} {size / 1000:8.1f} kB")
     print(f"{'in all':28s} {sum(sizes.values()) / 1000:8.1f} kB")

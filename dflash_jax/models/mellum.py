@@ -1,0 +1,137 @@
+"""Mellum 2 targets: configuration, the Flax module, its parameters and their Hugging Face names.
+
+Qwen3's layers with experts, of which some see a window of keys and rotate heads their own way. Source: transformers' Mellum
+classes, whose defaults absent keys mean.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+from jaxtyping import Array, Int
+
+from dflash_jax.config import HEAD_NORMS, NEUTRAL_KEYS, NEUTRAL_VALUES, KeyReader, RopeConfig, decoder_fields, shown
+from dflash_jax.errors import ConfigError
+from dflash_jax.models.decoder import Decoder
+from dflash_jax.models.gemma import FULL, SLIDING
+from dflash_jax.models.layers import (
+    Attend,
+    Attention,
+    Cache,
+    DecoderLayer,
+    Rotary,
+    rope_frequencies,
+    rotary_tables,
+)
+from dflash_jax.models.moe import MoE
+from dflash_jax.models.qwen3_moe import Qwen3MoeConfig, qwen3_moe_canonical, qwen3_moe_parameters, qwen3_moe_traits
+from dflash_jax.models.traits import LayerTraits
+
+_THETAS = {SLIDING: 1e4, FULL: 5e5}
+
+mellum_canonical, mellum_parameters, mellum_traits = qwen3_moe_canonical, qwen3_moe_parameters, qwen3_moe_traits
+
+
+@dataclass(frozen=True, kw_only=True)
+class MellumConfig(Qwen3MoeConfig):
+    """A Mellum target; `rope` is the rotation of layers without a window.
+
+    Attributes:
+      local_rope: the rotation of layers with one.
+    """
+
+    local_rope: RopeConfig
+
+    @property
+    def rotations(self) -> tuple[tuple[RopeConfig, int], ...]:
+        """The rotation of layers with a window and that of layers without, and the size of the heads that turn by it."""
+        return (self.local_rope, self.head_dim), (self.rope, self.head_dim)
+
+    @classmethod
+    def from_hf(cls, values: Mapping[str, Any], notices: list[str] | None = None) -> "MellumConfig":
+        """Reads a `config.json` of MellumForCausalLM.
+
+        Args:
+          notices: takes what was decided where the file leaves a choice, one sentence each.
+
+        Raises:
+          ConfigError: a needed key is missing or malformed, the weights are quantised, or a key is present that this package does
+            not implement.
+        """
+        subject = "config.json (Mellum)"
+        given = KeyReader(f"{subject}, rope_parameters", values.get("rope_parameters") or {}, notices)
+        turns = {
+            kind: dict(KeyReader(subject, given.get(kind, {"rope_theta": _THETAS[kind]})).values) for kind in _THETAS
+        }
+        given.refuse_rest((), {"rope_theta": (None,), "rope_type": (None, "default")})
+        keys = KeyReader(subject, {**values, "rope_parameters": turns[FULL]}, notices)
+        fields: dict[str, Any] = decoder_fields(keys)
+        local = KeyReader(f"{subject}, {SLIDING}", {"rope_parameters": turns[SLIDING]}, notices)
+        layers, experts = fields["num_layers"], keys.integer("num_experts", keys.integer("num_local_experts", 64))
+        taken = keys.integer("num_experts_per_tok", 8)
+        if taken > experts:
+            raise ConfigError(f"{keys.subject}: num_experts_per_tok={taken} is more than num_experts={experts}")
+        config = cls(
+            **fields,
+            local_rope=RopeConfig.from_keys(local, fields["max_position"], pairs=True),
+            num_experts=experts,
+            experts_per_token=taken,
+            moe_intermediate_size=keys.integer("moe_intermediate_size", 896),
+            norm_routing_weights=keys.flag("norm_topk_prob", default=True),
+            dense_layers=_dense_layers(keys, layers),
+            tie_embeddings=keys.flag("tie_word_embeddings"),
+        )
+        keys.refuse_rest(NEUTRAL_KEYS, {**NEUTRAL_VALUES, **HEAD_NORMS})
+        return config
+
+
+def _dense_layers(keys: KeyReader, layers: int) -> tuple[int, ...]:
+    """Layers with a plain feed-forward, as `mlp_layer_types` lists them."""
+    kinds = keys.get("mlp_layer_types", ["sparse"] * layers)
+    if not isinstance(kinds, list) or len(kinds) != layers or not all(kind in ("dense", "sparse") for kind in kinds):
+        raise ConfigError(
+            f"{keys.subject}: mlp_layer_types must list dense or sparse for each of {layers} layers, got {shown(kinds)}"
+        )
+    return tuple(i for i, kind in enumerate(kinds) if kind == "dense")
+
+
+class MellumAttention(Attention):
+    """Attention that turns heads by one of the two rotations that lie side by side; see `Mellum.rotary`."""
+
+    def __init__(self, config: MellumConfig, index: int, traits: LayerTraits):
+        super().__init__(config, index, traits)
+        local, full = (rope_frequencies(rope, dim)[0].size for rope, dim in config.rotations)
+        self.turned = (local, local + full) if config.windows[index] is None else (0, local)
+
+    def _own(self, rotary: Rotary) -> Rotary:
+        first, end = self.turned
+        return Rotary(*(side[..., first:end] for side in rotary))
+
+    def mix(self, projected: Array, rotary: Rotary, attend: Attend, cache: Cache) -> tuple[Array, Cache]:
+        """See `Mixer`."""
+        return super().mix(projected, self._own(rotary), attend, cache)
+
+    def mix_rows(
+        self, x: Array, rotary: Rotary, attend: Attend, cache: Cache, added: Any = None
+    ) -> tuple[Array, Array, Cache] | None:
+        """See `Attention`."""
+        return super().mix_rows(x, self._own(rotary), attend, cache, added)
+
+
+class Mellum(Decoder):
+    """A Mellum decoder; see `Decoder` for how it is called."""
+
+    def __init__(self, config: MellumConfig):
+        traits, layers = mellum_traits(config), []
+        for i in range(config.num_layers):
+            layer = DecoderLayer(config, i, traits, feed_forward=None if i in config.dense_layers else MoE(config))
+            layer.attn = MellumAttention(config, i, traits)
+            layers.append(layer)
+        super().__init__(config, layers, tied=config.tie_embeddings)
+        self.rotations = config.rotations
+
+    def rotary(self, positions: Int[Array, "B T"]) -> Rotary:
+        """The rotations at `positions`, side by side: that of layers with a window, then that of the others."""
+        both = [rotary_tables(positions, rope, dim) for rope, dim in self.rotations]
+        return Rotary(*(jnp.concatenate(sides, axis=-1) for sides in zip(*both, strict=True)))
