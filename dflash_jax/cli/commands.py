@@ -38,7 +38,7 @@ from dflash_jax.errors import (
     PromptError,
     TokenizerError,
 )  # fmt: skip
-from dflash_jax.options import FLAGS
+from dflash_jax.options import FLAGS, read_options
 from dflash_jax.sampling_params import SamplingParams
 from dflash_jax.text.completion import Completion, Piece
 
@@ -285,9 +285,10 @@ def run_info(args: argparse.Namespace) -> int:
     check_models(args)
     from dflash_jax.cli.info import collect, lines
 
-    options = load_options(args) if args.measure_memory else {}
-    args.calibration = args.scale_range = None  # sizes do not depend on them
-    facts = collect(args.model, **load_options(args), hashes=args.hashes)
+    options = load_options(args)
+    read_options(options)
+    # Sizes do not depend on texts, which plans do without.
+    facts = collect(args.model, **(options | {"calibration": (), "scale_range": None}), hashes=args.hashes)
     if args.measure_memory:
         from dflash_jax.model import load
 

@@ -120,6 +120,8 @@ def test_a_terminal_gets_no_control_characters(target, capsys, monkeypatch):
         (["info", "--max-batch", "0"], 2, "max_batch must be"),
         (["info", "--verify-length", "99"], 2, "verify_length must be"),
         (["info", "--draft-window", "0"], 2, "draft_window must be"),
+        (["info", "--cache-dtype", "fp8", "--scale-range", "1,2"], 2, "scale_range must be three numbers"),
+        (["info", "--cache-dtype", "fp8", "--calibration", "/nowhere"], 4, "/nowhere cannot be read"),
         (["generate", "x", "--cache-dtype", "fp8_packed"], 2, "needs latent rows"),
         (["generate", "x\udcff", "--max-tokens", "9"], 4, "character 1 of the text is '\\udcff'"),
         (["generate", "x", "--model", ""], 3, "an empty name"),

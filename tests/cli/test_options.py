@@ -2,6 +2,7 @@
 
 import inspect
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -118,8 +119,10 @@ def test_what_would_change_nothing_is_refused(given: dict[str, Any], message: st
         collect(**given)
 
 
-def test_info_takes_what_no_size_depends_on(capsys: pytest.CaptureFixture[str]) -> None:
-    found = ["--cache-dtype", "fp8", "--calibration", "texts.txt", "--scale-range", "100,100,100"]
+def test_info_takes_what_no_size_depends_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = tmp_path / "texts.txt"
+    texts.write_text("a text")
+    found = ["--cache-dtype", "fp8", "--calibration", str(texts), "--scale-range", "100,100,100"]
     assert main(["info", *found]) == 0
     assert "in float8_e4m3fn (target)" in capsys.readouterr().out
 
