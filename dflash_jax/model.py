@@ -243,18 +243,8 @@ def load(
             'cache_dtype="int8" needs calibration: texts like those to be served, or take cache_dtype="fp8"'
         )
     engine, memory = plan_engine(target, drafter, asked)
-    tower, vision = vision_of(target, asked), None
-    if tower is not None:
-        processor = Processor.from_folder(target.folder, tower.config)
-        films = FilmProcessor.from_folder(target.folder, tower.config)
-        # One device has the tower: where several share the models its programs are not theirs.
-        programs = engine.programs if engine.tp == 1 else Programs()
-        scales = None
-        if asked.vision_attention_dtype is not None:
-            blocks = tower.config.depth
-            given = None if asked.vision_scales is None else read_vision_scales(asked.vision_scales, blocks)
-            scales = VisionScales(blocks, given)
-        vision = VisionEncoder(tower.config, processor, films, tower_shapes(tower, engine.dtype), programs, scales)
+    tower = vision_of(target, asked)
+    vision = None if tower is None else _vision_encoder(tower, target, asked, engine)
     if asked.cache_scales == FROM_TRAFFIC:
         engine.scales_from_traffic = True
     elif asked.cache_scales is not None:
@@ -265,23 +255,19 @@ def load(
     texts = [_calibration_ids(tokenizer, text) for text in asked.calibration]
     if texts:
         check_texts(target.config, texts)
+    defaults, left_out = sampling_defaults(target.folder)
+    name = "the shipped pair" if path is None else str(path)
+    eos_ids = end_token_ids(target.folder, tokenizer)
     notices = [
         *target.notices,
         *(() if drafter is None else drafter.notices),
         *drafter_notice(path, asked.draft, drafter),
         *_scheme_notice(target, asked),
+        *tokenizer_notices(target.folder),
+        *left_out,
+        *_room_notice(memory, asked),
+        *end_notice(eos_ids, target.config.vocab_size),
     ]
-    notices += tokenizer_notices(target.folder)
-    defaults, left_out = sampling_defaults(target.folder)
-    notices += left_out
-    if memory.num_pages < memory.full_pages and asked.num_pages is None:
-        notices.append(
-            f"the device has room for {memory.num_pages} pages; {asked.max_batch} requests of full length would fill "
-            f"{memory.full_pages}"
-        )
-    name = "the shipped pair" if path is None else str(path)
-    eos_ids = end_token_ids(target.folder, tokenizer)
-    notices += end_notice(eos_ids, target.config.vocab_size)
     model = Model(name, engine, tokenizer, eos_ids, memory, notices, defaults, vision=vision)
 
     def observe(params: Mapping[str, Array]) -> None:
@@ -311,6 +297,35 @@ def load(
         raise
     lead_or_follow(engine.programs, engine.weights, engine.makers)
     return model
+
+
+def _vision_encoder(tower: Checkpoint, target: Checkpoint, asked: LoadOptions, engine: Engine) -> VisionEncoder:
+    """The encoder of a target's vision tower, whose weights are still shapes.
+
+    Raises:
+      ConfigError: the folder's processor is not implemented.
+      ParameterError: `vision_scales` does not fit the tower.
+    """
+    processor = Processor.from_folder(target.folder, tower.config)
+    films = FilmProcessor.from_folder(target.folder, tower.config)
+    # One device has the tower: where several share the models its programs are not theirs.
+    programs = engine.programs if engine.tp == 1 else Programs()
+    scales = None
+    if asked.vision_attention_dtype is not None:
+        blocks = tower.config.depth
+        given = None if asked.vision_scales is None else read_vision_scales(asked.vision_scales, blocks)
+        scales = VisionScales(blocks, given)
+    return VisionEncoder(tower.config, processor, films, tower_shapes(tower, engine.dtype), programs, scales)
+
+
+def _room_notice(memory: MemoryPlan, asked: LoadOptions) -> list[str]:
+    """One sentence if the device has no room for the pages of `max_batch` requests of full length."""
+    if memory.num_pages >= memory.full_pages or asked.num_pages is not None:
+        return []
+    return [
+        f"the device has room for {memory.num_pages} pages; {asked.max_batch} requests of full length would fill "
+        f"{memory.full_pages}"
+    ]
 
 
 def _items(name: str, value: Any) -> list:

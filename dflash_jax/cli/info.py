@@ -216,56 +216,13 @@ def lines(facts: dict[str, Any]) -> list[str]:
     if device["shared_by"] > 1:
         rows.append(("", f"{device['shared_by']} of them share the models; sizes are what each of these holds"))
     for model in facts["models"]:
-        keys = f"{model['kv_heads']} key/value heads of {model['head_dim']}"
-        if "full_attention_head_dim" in model:
-            full = model["full_attention_kv_heads"], model["full_attention_head_dim"]
-            keys += f" ({full[0]} of {full[1]} in layers without a window)"
-        if "latent_width" in model:
-            keys = f"one latent row of {model['latent_width']}"
-        if "index_width" in model:
-            keys += f" and, in {model['index_layers']}, an index key of {model['index_width']}"
-        shape = (
-            f"{model['layers']} layers of {model['hidden_size']} x {model['intermediate_size']}, {model['heads']} heads and "
-            f"{keys}, vocabulary {model['vocabulary']}"
-        )
-        rows += [
-            (model["role"], f"{model['family']} from {model['folder']}"),
-            (
-                "",
-                f"{model['parameters']:,} parameters in {model['stored_dtype']}, {size(model['weight_bytes'])} loaded",
-            ),
-            ("", shape),
-        ]
-        if "index_topk" in model:
-            rows.append(("", f"a token attends to the {model['index_topk']:,} that an indexer scores best"))
-        if "experts" in model:
-            rows.append(("", f"{model['experts_per_token']} of {model['experts']} experts a token"))
-        if "block_size" in model:
-            head = "" if model["draft_head"] == "v1" else f", draft head {model['draft_head']}"
-            head += f", layers of {model['layers_of']}" if "layers_of" in model else ""
-            rows.append(("", f"blocks of {model['block_size']}, reads target layers {model['tapped_layers']}{head}"))
-    if (tower := facts["vision"]) is not None:
-        edge = tower["pixels_of_a_token"]
-        rows += [
-            ("vision", f"{tower['family']}, {tower['parameters']:,} parameters, {size(tower['weight_bytes'])} loaded"),
-            (
-                "",
-                f"{tower['layers']} layers of {tower['hidden_size']}, a token for every {edge} x {edge} pixels"
-                + ("" if tower["attention_dtype"] is None else ", attention in float8"),
-            ),
-        ]
-    kept = pages["target_dtype"]
-    if pages["target_value_dtype"] != kept:
-        kept = f"{kept} for keys and {pages['target_value_dtype']} for values"
-    if skipped := pages["layers_left_out"]:
-        kept += f" but for layers {', '.join(map(str, skipped))}"
-    if kept != pages["dtype"] or pages["draft_dtype"] != kept:
-        kept += "" if pages["query_dtype"] is None else ", queries too"
-        kept += " (target)" + (f" and {pages['draft_dtype']} (drafter)" if len(facts["models"]) > 1 else "")
+        rows += _model_rows(model)
+    dtypes = _page_dtypes(pages, len(facts["models"]))
     rows += [
+        *_tower_rows(facts["vision"]),
         (
             "pages",
-            f"{size(pages['pool_bytes'])} in {kept}: {pages['num_pages']} pages of {pages['page_size']} tokens"
+            f"{size(pages['pool_bytes'])} in {dtypes}: {pages['num_pages']} pages of {pages['page_size']} tokens"
             + (f", each dealt out to {pages['dealt_to']} devices" if pages["dealt_to"] > 1 else ""),
         ),
         ("", f"for {pages['max_batch']} requests of up to {pages['max_model_len']} tokens side by side"),
@@ -284,6 +241,67 @@ def lines(facts: dict[str, Any]) -> list[str]:
         *(("note", notice) for notice in facts["notices"]),
     ]
     return [f"{name:<9} {text}".rstrip() for name, text in rows]
+
+
+def _model_rows(model: dict[str, Any]) -> list[tuple[str, str]]:
+    """Family, sizes and shape of one model."""
+    keys = f"{model['kv_heads']} key/value heads of {model['head_dim']}"
+    if "full_attention_head_dim" in model:
+        full = model["full_attention_kv_heads"], model["full_attention_head_dim"]
+        keys += f" ({full[0]} of {full[1]} in layers without a window)"
+    if "latent_width" in model:
+        keys = f"one latent row of {model['latent_width']}"
+    if "index_width" in model:
+        keys += f" and, in {model['index_layers']}, an index key of {model['index_width']}"
+    shape = (
+        f"{model['layers']} layers of {model['hidden_size']} x {model['intermediate_size']}, {model['heads']} heads and "
+        f"{keys}, vocabulary {model['vocabulary']}"
+    )
+    rows = [
+        (model["role"], f"{model['family']} from {model['folder']}"),
+        (
+            "",
+            f"{model['parameters']:,} parameters in {model['stored_dtype']}, {size(model['weight_bytes'])} loaded",
+        ),
+        ("", shape),
+    ]
+    if "index_topk" in model:
+        rows.append(("", f"a token attends to the {model['index_topk']:,} that an indexer scores best"))
+    if "experts" in model:
+        rows.append(("", f"{model['experts_per_token']} of {model['experts']} experts a token"))
+    if "block_size" in model:
+        head = "" if model["draft_head"] == "v1" else f", draft head {model['draft_head']}"
+        head += f", layers of {model['layers_of']}" if "layers_of" in model else ""
+        rows.append(("", f"blocks of {model['block_size']}, reads target layers {model['tapped_layers']}{head}"))
+    return rows
+
+
+def _tower_rows(tower: dict[str, Any] | None) -> list[tuple[str, str]]:
+    """Sizes of the vision tower."""
+    if tower is None:
+        return []
+    edge = tower["pixels_of_a_token"]
+    return [
+        ("vision", f"{tower['family']}, {tower['parameters']:,} parameters, {size(tower['weight_bytes'])} loaded"),
+        (
+            "",
+            f"{tower['layers']} layers of {tower['hidden_size']}, a token for every {edge} x {edge} pixels"
+            + ("" if tower["attention_dtype"] is None else ", attention in float8"),
+        ),
+    ]
+
+
+def _page_dtypes(pages: dict[str, Any], models: int) -> str:
+    """Dtypes of the pages of target and drafter, in words."""
+    kept = pages["target_dtype"]
+    if pages["target_value_dtype"] != kept:
+        kept = f"{kept} for keys and {pages['target_value_dtype']} for values"
+    if skipped := pages["layers_left_out"]:
+        kept += f" but for layers {', '.join(map(str, skipped))}"
+    if kept != pages["dtype"] or pages["draft_dtype"] != kept:
+        kept += "" if pages["query_dtype"] is None else ", queries too"
+        kept += " (target)" + (f" and {pages['draft_dtype']} (drafter)" if models > 1 else "")
+    return kept
 
 
 def _windows(pages: dict[str, Any]) -> list[tuple[str, str]]:

@@ -22,6 +22,18 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
 
+    add_generate(commands)
+    add_demo(commands)
+    add_chat(commands)
+    add_bench(commands)
+    add_serve(commands)
+    add_train(commands)
+    add_info(commands)
+    return parser
+
+
+def add_generate(commands: Any) -> None:
+    """Arguments of `generate`."""
     generate = commands.add_parser("generate", help="continue prompts, showing text as it comes")
     generate.add_argument("prompts", nargs="+", metavar="PROMPT", help="a text to continue; - reads it from stdin")
     _add_model(generate, "--model")
@@ -68,29 +80,15 @@ def build_parser() -> argparse.ArgumentParser:
         help="with --json: the same of each token of the prompt; then --max-tokens may be 0",
     )  # fmt: skip
 
+
+def add_demo(commands: Any) -> None:
+    """Arguments of `demo`."""
     demo = commands.add_parser("demo", help="what drafting does, shown with the pair that ships")
     demo.add_argument(
         "prompts", nargs="*", metavar="PROMPT", help="code to continue (default: three held-out beginnings)"
     )
     _add_model(demo, "--model", max_batch=False)
     demo.add_argument("--max-tokens", type=int, default=128, metavar="N", help="tokens of an answer (default: 128)")
-
-    add_chat(commands)
-    add_bench(commands)
-    add_serve(commands)
-    add_train(commands)
-
-    info = commands.add_parser("info", help="models, sizes, memory of pages, versions, device")
-    _add_model(info, "model")
-    info.add_argument("--json", action="store_true", help="one JSON object")
-    info.add_argument(
-        "--hashes", action="store_true", help="read a converted folder's files and compare each with what was recorded"
-    )
-    info.add_argument(
-        "--measure-memory", action="store_true",
-        help="load the models, serve as many requests of full length as fit, and print what memory that took beside the plan",
-    )  # fmt: skip
-    return parser
 
 
 def add_chat(commands: Any) -> None:
@@ -297,6 +295,20 @@ def add_train(commands: Any) -> None:
         "--devices", type=int, default=1, metavar="N", help="GPUs that share the rows of a step (default: 1)"
     )
     run.add_argument("--stop-after", type=float, metavar="S", help="save and end with status 75 after S seconds")
+
+
+def add_info(commands: Any) -> None:
+    """Arguments of `info`."""
+    info = commands.add_parser("info", help="models, sizes, memory of pages, versions, device")
+    _add_model(info, "model")
+    info.add_argument("--json", action="store_true", help="one JSON object")
+    info.add_argument(
+        "--hashes", action="store_true", help="read a converted folder's files and compare each with what was recorded"
+    )
+    info.add_argument(
+        "--measure-memory", action="store_true",
+        help="load the models, serve as many requests of full length as fit, and print what memory that took beside the plan",
+    )  # fmt: skip
 
 
 def _add_law(group: Any) -> None:

@@ -3,6 +3,7 @@
 Source: arXiv 2602.06036, section 4. Plain decoding is the same code without a drafter: a block of the pending token alone.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, no_type_check
 
@@ -271,69 +272,122 @@ def judged(
         raw = None if best_alone else of_slots(target.logits(hidden))
 
     with jax.named_scope("accept"):
-        logits = raw
-        if raw is not None and setup.mode == "full":
-            # In the product's dtype again, which filters compare in.
-            logits = without_stops(raw.astype(hidden.dtype), state.request, state.produced)
-        if logits is None:
-            chosen = of_slots(target.best(hidden))
-        elif state.adjust is not None and setup.greedy:
-            # A soft cap gives numbers that the product's dtype has not.
-            exact = logits if target.logit_softcap else logits.astype(hidden.dtype)
-            exact = without_stops(exact, state.request, state.produced)
-            chosen = adjusted_best(exact, ids, state.adjust, masks)
-        else:
-            if state.adjust is not None:
-                logits = adjusted_logits(without_stops(logits, state.request, state.produced), ids, state.adjust)
-                logits = logits if masks is None else masked(logits, masks)
-            chosen = sample(logits, positions, state.request, setup.mode, noise)
-        judged_rows = None if pack is None else block.lengths
-        accepted, tokens = accept_matching(ids[:, 1:], chosen, judged_rows)
-        if logits is not None and setup.by_law:
-            draft_law = block.law
-            if block.logits is not None:
-                draft_law = Law(filtered_logits(block.logits, state.request, setup.mode))
-            if draft_law is not None:
-                law = filtered_logits(logits.astype(jnp.float32), state.request, setup.mode, logits.dtype)
-                sampled = accept_rejection(ids[:, 1:], draft_law, law, positions, state.request, judged_rows)
-                sampling = state.request.temperature > 0
-                accepted = jnp.where(sampling, sampled[0], accepted)
-                tokens = jnp.where(sampling[:, None], sampled[1], tokens)
-        if setup.imposed_acceptance is not None:
-            chances = imposed_chances(setup.imposed_acceptance, setup.offered - 1, live.shape[0])
-            accepted, tokens = accept_imposed(ids[:, 1:], chosen, state.pending, state.seq_lens, chances, judged_rows)
-        if drafts is not None:
-            accepted, tokens = jnp.where(drafts, accepted, 0), jnp.where(drafts[:, None], tokens, chosen)
-
+        chosen, logits = _chosen(setup, target, state, ids, of_slots, (hidden, raw), positions, noise, masks)
+        accepted, tokens = _accepted(setup, state, block, chosen, logits, positions, drafts)
     with jax.named_scope("commit"):
-        # A row ends at the first stop id it emits, and where max_tokens is reached.
-        stops = is_stop(tokens, state.request.stop_ids)
-        counts = first_true((stops | (places >= accepted[:, None]))[:, :-1]) + 1
-        stopped = jnp.take_along_axis(stops, counts[:, None] - 1, axis=1)[:, 0]
-        ended = stopped | (counts >= state.remaining)
-        counts = jnp.where(live, jnp.minimum(counts, state.remaining), 0).astype(jnp.int32)
-        last = jnp.take_along_axis(tokens, jnp.maximum(counts - 1, 0)[:, None], axis=1)[:, 0]
-        keep = (places < counts[:, None])[:, :, None]
-        adjust = None if state.adjust is None else after(state.adjust, tokens, counts)
-        if adjust is not None and tables is not None and grammar_states is not None:
-            adjust = replace(adjust, grammar=states_after(tables, grammar_states, tokens, counts))
-        next_state = DecodeState(
-            pending=jnp.where(live, last, state.pending),
-            seq_lens=state.seq_lens + counts,
-            features=jnp.where(keep, rows.features, jnp.zeros((), rows.features.dtype)),
-            fresh=counts,
-            produced=state.produced + counts,
-            remaining=state.remaining - counts,
-            done=state.done | ended,
-            request=state.request,
-            target_pages=state.target_pages,
-            draft_pages=state.draft_pages,
-            recurrent=folded(state.recurrent, rows.factors, counts),
-            adjust=adjust,
-            shift=state.shift,
-        )
+        next_state, counts = _committed(state, rows, accepted, tokens, live, places, (tables, grammar_states))
     emitted = Emitted(tokens, counts, jnp.where(live, accepted, 0), *log_probabilities(setup, raw, tokens))
     return next_state, emitted if block.odds is None else replace(emitted, lengths=block.lengths, odds=block.odds)
+
+
+def _chosen(
+    setup: Setup,
+    target: Any,
+    state: DecodeState,
+    ids: Int[Array, "B T"],
+    of_slots: Callable[[Array], Array],
+    found: tuple[Array, Array | None],
+    positions: Int[Array, "B T"],
+    noise: Float[Array, "B T V"] | None,
+    masks: UInt32[Array, "B T W"] | None,
+) -> tuple[Int[Array, "B T"], Float[Array, "B T V"] | None]:
+    """The target's own token at each place of a block, and the logits that it was chosen from, None where those are not written.
+
+    Args:
+      found: hidden states, and their logits or None.
+    """
+    hidden, raw = found
+    logits = raw
+    if raw is not None and setup.mode == "full":
+        # In the product's dtype again, which filters compare in.
+        logits = without_stops(raw.astype(hidden.dtype), state.request, state.produced)
+    if logits is None:
+        chosen = of_slots(target.best(hidden))
+    elif state.adjust is not None and setup.greedy:
+        # A soft cap gives numbers that the product's dtype has not.
+        exact = logits if target.logit_softcap else logits.astype(hidden.dtype)
+        exact = without_stops(exact, state.request, state.produced)
+        chosen = adjusted_best(exact, ids, state.adjust, masks)
+    else:
+        if state.adjust is not None:
+            logits = adjusted_logits(without_stops(logits, state.request, state.produced), ids, state.adjust)
+            logits = logits if masks is None else masked(logits, masks)
+        chosen = sample(logits, positions, state.request, setup.mode, noise)
+    return chosen, logits
+
+
+def _accepted(
+    setup: Setup,
+    state: DecodeState,
+    block: Block,
+    chosen: Int[Array, "B T"],
+    logits: Float[Array, "B T V"] | None,
+    positions: Int[Array, "B T"],
+    drafts: Bool[Array, "B"] | None,
+) -> tuple[Int[Array, "B"], Int[Array, "B T"]]:
+    """The number of accepted proposals of each block, and the tokens to emit: those, and the target's next one."""
+    ids, judged_rows = block.ids, None if block.pack is None else block.lengths
+    accepted, tokens = accept_matching(ids[:, 1:], chosen, judged_rows)
+    if logits is not None and setup.by_law:
+        draft_law = block.law
+        if block.logits is not None:
+            draft_law = Law(filtered_logits(block.logits, state.request, setup.mode))
+        if draft_law is not None:
+            law = filtered_logits(logits.astype(jnp.float32), state.request, setup.mode, logits.dtype)
+            sampled = accept_rejection(ids[:, 1:], draft_law, law, positions, state.request, judged_rows)
+            sampling = state.request.temperature > 0
+            accepted = jnp.where(sampling, sampled[0], accepted)
+            tokens = jnp.where(sampling[:, None], sampled[1], tokens)
+    if setup.imposed_acceptance is not None:
+        chances = imposed_chances(setup.imposed_acceptance, setup.offered - 1, ids.shape[0])
+        accepted, tokens = accept_imposed(ids[:, 1:], chosen, state.pending, state.seq_lens, chances, judged_rows)
+    if drafts is not None:
+        accepted, tokens = jnp.where(drafts, accepted, 0), jnp.where(drafts[:, None], tokens, chosen)
+    return accepted, tokens
+
+
+def _committed(
+    state: DecodeState,
+    rows: Rows,
+    accepted: Int[Array, "B"],
+    tokens: Int[Array, "B T"],
+    live: Bool[Array, "B"],
+    places: Int[Array, "T"],
+    grammars: tuple[GrammarTables | None, Array | None],
+) -> tuple[DecodeState, Int[Array, "B"]]:
+    """The state after the accepted tokens, and the number that each slot emits.
+
+    Args:
+      grammars: tables, and the states behind each place of the block; None without.
+    """
+    tables, grammar_states = grammars
+    # A row ends at the first stop id it emits, and where max_tokens is reached.
+    stops = is_stop(tokens, state.request.stop_ids)
+    counts = first_true((stops | (places >= accepted[:, None]))[:, :-1]) + 1
+    stopped = jnp.take_along_axis(stops, counts[:, None] - 1, axis=1)[:, 0]
+    ended = stopped | (counts >= state.remaining)
+    counts = jnp.where(live, jnp.minimum(counts, state.remaining), 0).astype(jnp.int32)
+    last = jnp.take_along_axis(tokens, jnp.maximum(counts - 1, 0)[:, None], axis=1)[:, 0]
+    keep = (places < counts[:, None])[:, :, None]
+    adjust = None if state.adjust is None else after(state.adjust, tokens, counts)
+    if adjust is not None and tables is not None and grammar_states is not None:
+        adjust = replace(adjust, grammar=states_after(tables, grammar_states, tokens, counts))
+    next_state = DecodeState(
+        pending=jnp.where(live, last, state.pending),
+        seq_lens=state.seq_lens + counts,
+        features=jnp.where(keep, rows.features, jnp.zeros((), rows.features.dtype)),
+        fresh=counts,
+        produced=state.produced + counts,
+        remaining=state.remaining - counts,
+        done=state.done | ended,
+        request=state.request,
+        target_pages=state.target_pages,
+        draft_pages=state.draft_pages,
+        recurrent=folded(state.recurrent, rows.factors, counts),
+        adjust=adjust,
+        shift=state.shift,
+    )
+    return next_state, counts
 
 
 def shared_rows(

@@ -75,7 +75,7 @@ def prefill_chunk(
     slots: Int[Array, "n"],
     pictured: Pictured | None = None,
 ) -> tuple[Caches, Float[Array, "n 1 V"]]:
-    """Caches with pieces of prompts, one in each row, and the logits after the last token of each.
+    """Prefill of pieces of prompts, one in each row: the caches with their tokens, and the logits after the last token of each.
 
     Row i holds tokens `starts[i] .. starts[i] + lengths[i]` of the sequence with page table `page_table[i]`, padded to T; what is
     past `lengths[i]` writes nothing. Tables are `[n, W]` int32, or `cache.groups.PageTables` of such. Several rows may be pieces of

@@ -30,6 +30,8 @@ from dflash_jax.quantization.weights import Quantised
 
 
 class Embedding(nnx.Module):
+    """Token embedding: rows of a table `[rows, D]`."""
+
     def __init__(self, rows: int, dim: int):
         self.weight = nnx.Param(jnp.zeros((rows, dim)))
 

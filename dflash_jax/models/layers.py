@@ -294,6 +294,8 @@ ONE_BY_ONE = OneByOne()
 
 
 class RMSNorm(nnx.Module):
+    """RMS norm in float32 with a weight `[D]`; see `rms_norm`."""
+
     zero_centered = False
     rounds_last = False  # after its weight, not before
 

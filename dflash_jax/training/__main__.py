@@ -29,6 +29,7 @@ UNFINISHED = 75  # the conventional exit status for "try again": the run stopped
 
 
 def parser() -> argparse.ArgumentParser:
+    """Arguments of `python -m dflash_jax.training`."""
     out = argparse.ArgumentParser(
         prog="python -m dflash_jax.training", description="Train the target and drafter that ship here."
     )

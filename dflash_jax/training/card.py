@@ -27,6 +27,7 @@ def cards(settings: Settings, record: dict[str, Any]) -> dict[str, str]:
 
 
 def target_card(s: Settings, record: dict[str, Any]) -> str:
+    """Model card of the bundled target."""
     weights = count(qwen3_parameters(s.target_config)) / 1e6
     manifest = record["manifest"]
     tokens, size = manifest["tokens"], f"{manifest['characters_per_token']:.2f} characters each"
@@ -80,6 +81,7 @@ that kind.
 
 
 def draft_card(s: Settings, record: dict[str, Any]) -> str:
+    """Model card of the bundled drafter."""
     weights = count(dflash_parameters(s.draft_config)) / 1e6
     plans = ";\n".join(
         f"{plan.greedy:,} greedy and {plan.sampled:,} sampled of {plan.prompt} + {plan.new} tokens"

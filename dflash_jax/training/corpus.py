@@ -36,6 +36,8 @@ class Package:
 
 @dataclass(frozen=True)
 class SourceFile:
+    """A Python file of the corpus, with the package it comes from and its path there."""
+
     package: Package
     path: str
     text: str

@@ -19,6 +19,7 @@ from dflash_jax.training.settings import EOS, EOS_ID, Settings
 
 
 def common_config(settings: Settings, layers: int) -> dict[str, Any]:
+    """Keys of `config.json` that the bundled target and its drafter share."""
     return {
         "attention_bias": False,
         "attention_dropout": 0.0,

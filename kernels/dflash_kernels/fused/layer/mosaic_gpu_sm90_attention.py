@@ -268,6 +268,7 @@ class Split:
 
 
 def split_of(attention: Attention, refs: Mapping[str, Any], buffers: Mapping[str, Any], work_item: Any) -> Split:
+    """Split-KV work item of a CTA: its sequence, its head, and the tiles of keys that it attends to."""
     sequence_head, index = div(work_item, attention.splits), rem(work_item, attention.splits)
     sequence, head = div(sequence_head, attention.kv_heads), rem(sequence_head, attention.kv_heads)
     # Before it is known which pages are needed.
