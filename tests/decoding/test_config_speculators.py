@@ -140,7 +140,7 @@ def test_rotary_pairs_of_both_orders() -> None:
 
 
 def test_what_the_trainer_copies_of_a_target() -> None:
-    """GELU of Gemma's feed-forwards counts; how pictures turn, and how queries of Mistral Small 4 grow, Qwen3's layers do not read."""
+    """GELU of Gemma's feed-forwards counts; how pictures turn and queries of Mistral Small 4 grow, Qwen3's layers do not read."""
     plain, gelu, pictures, mistral = (
         DFlashConfig.from_hf(LAYOUTS[name])
         for name in (
