@@ -635,12 +635,16 @@ def decoder_fields(
     *,
     head_dim: int | None = 128,
     windows: Callable[[KeyReader, int], tuple[int | None, ...]] | None = None,
+    activations: Collection[str] = ("silu",),
+    rope_neutral: Collection[str] = (),
 ) -> dict[str, Any]:
     """The fields of `DecoderConfig` from a Qwen3-style `config.json`.
 
     Args:
       head_dim: what an absent `head_dim` means; None: the hidden size over the heads.
       windows: reads each of so many layers' window; None: `layer_windows`.
+      activations: names of the feed-forward's that the family has.
+      rope_neutral: keys of the rotation that change nothing of the family.
     """
     refuse_quantised(keys.values)
     hidden = keys.integer("hidden_size")
@@ -653,10 +657,10 @@ def decoder_fields(
     head_dim = keys.integer("head_dim", hidden // heads if head_dim is None else head_dim)
     if head_dim % 2:
         raise ConfigError(f"{keys.subject}: head_dim must be even for rotary embeddings, got {head_dim}")
-    if (activation := keys.get("hidden_act", "silu")) != "silu":
-        raise ConfigError(f"{keys.subject}: hidden_act must be silu, got {shown(activation)}")
+    if (activation := keys.get("hidden_act", "silu")) not in activations:
+        raise ConfigError(f"{keys.subject}: hidden_act must be {' or '.join(activations)}, got {shown(activation)}")
     max_position = keys.integer("max_position_embeddings", 32_768)
-    rope = RopeConfig.from_keys(keys, max_position, pairs=True)
+    rope = RopeConfig.from_keys(keys, max_position, pairs=True, neutral=rope_neutral)
     return {
         "vocab_size": keys.integer("vocab_size"),
         "hidden_size": hidden,

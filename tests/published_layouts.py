@@ -187,9 +187,13 @@ DOMINO: dict[str, Any] = {
 }  # fmt: skip
 
 
-def _speculators(kind: str, architecture: str, **own: Any) -> dict[str, Any]:
-    """A file of the speculators library, whose trainer gives every layer a window."""
+def _speculators(kind: str, architecture: str, *, copied: Any = (), **own: Any) -> dict[str, Any]:
+    """A file of the speculators library, whose trainer gives every layer a window.
+
+    `copied`: keys of the decoder that the trainer copies from its target.
+    """
     layers = {key: value for key, value in (BACKBONE | ALL_SLIDING).items() if key not in ("architectures", "auto_map")}
+    layers |= {"rope_theta": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}} | dict(copied)
     return {
         "architectures": [architecture], "aux_hidden_state_layer_ids": [1, 2, 4], "block_size": 4, "draft_vocab_size": VOCAB,
         "dtype": "bfloat16", "mask_token_id": MASK, "sample_from_anchor": False, "sliding_window_non_causal": False,
@@ -199,6 +203,24 @@ def _speculators(kind: str, architecture: str, **own: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+# The trainer gives a whole head the target's share of it, and leaves the sections of pictures in.
+_OF_PICTURES: dict[str, Any] = {
+    "copied": {
+        "rope_parameters": {
+            "rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 1.0, "mrope_section": [4, 2, 2],
+        },
+    },
+}  # fmt: skip
+_OF_GEMMA: dict[str, Any] = {"copied": {"hidden_act": "gelu_pytorch_tanh"}}
+_OF_MISTRAL: dict[str, Any] = {
+    "copied": {
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16,
+            "max_position_embeddings": 512, "beta_fast": 32.0, "beta_slow": 1.0, "mscale_all_dim": 1.0, "mscale": 1.0,
+            "llama_4_scaling_beta": 0.1,
+        },
+    },
+}  # fmt: skip
 _OF_GEMMA4: dict[str, Any] = {
     "architectures": ["Gemma4DSparkModel"], "attention_bias": False, "attention_dropout": 0.0, "attention_k_eq_v": True,
     "block_size": 4, "dtype": "bfloat16", "enable_moe_block": False, "final_logit_softcapping": 5.0, "global_head_dim": 24,
@@ -256,14 +278,26 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "DeepSpec, layers of Gemma 4": SIZES | _OF_GEMMA4 | MARKOV,
     "DeepSpec, layers of Gemma 4, rank 0": SIZES | _OF_GEMMA4 | {"markov_rank": 0, "enable_confidence_head": False},
     "speculators": _speculators("dflash", "DFlashSpeculator"),
+    "speculators, of a target with pictures": _speculators("dflash", "DFlashDraftModel", **_OF_PICTURES),
+    "speculators, of Gemma": _speculators("dflash", "DFlashDraftModel", **_OF_GEMMA),
+    "speculators, of Mistral Small 4": _speculators("dflash", "DFlashDraftModel", **_OF_MISTRAL),
     "speculators, reduced vocabulary": _speculators("dflash", "DFlashDraftModel", draft_vocab_size=REDUCED),
     "speculators DFlash 2": _speculators(
         "dflash2", "DFlash2DraftModel", sliding_window_non_causal=True, **KERNELS, **SELECTOR
     ),
+    "speculators DFlash 2, of Gemma": _speculators(
+        "dflash2", "DFlash2DraftModel", sliding_window_non_causal=True, **KERNELS, **SELECTOR, **_OF_GEMMA
+    ),
     "speculators DSpark": _speculators("dspark", "DSparkSpeculator", sample_from_anchor=True, **MARKOV),
+    "speculators DSpark, of a target with pictures": _speculators(
+        "dspark", "DSparkSpeculator", sample_from_anchor=True, **MARKOV, **_OF_PICTURES
+    ),
+    "speculators DSpark, of Mistral Small 4": _speculators(
+        "dspark", "DSparkSpeculator", sample_from_anchor=True, **MARKOV, **_OF_MISTRAL
+    ),
     "speculators DSpark, fill-in": _speculators("dspark", "DSparkDraftModel", **MARKOV),
-    "speculators DSpark, reduced vocabulary": _speculators(
-        "dspark", "DSparkSpeculator", sample_from_anchor=True, draft_vocab_size=REDUCED, **MARKOV
+    "speculators DSpark, reduced vocabulary, of Gemma": _speculators(
+        "dspark", "DSparkSpeculator", sample_from_anchor=True, draft_vocab_size=REDUCED, **MARKOV, **_OF_GEMMA
     ),
     "LFM2.5 DSpark": BACKBONE | MARKOV | {
         "architectures": ["Lfm2DSparkDraftModel"], "block_size": 4, "num_target_layers": None, "rope_is_neox_style": False,

@@ -55,7 +55,7 @@ def dflash_traits(config: DFlashConfig) -> LayerTraits:
     if config.gemma4:
         return gemma_traits(config, normed_values=True)
     return decoder_traits(
-        config, sinks=config.sinks, value_scale=config.value_scale, convolved=config.conv_taps > 0
+        config, sinks=config.sinks, value_scale=config.value_scale, convolved=config.conv_taps > 0, activation=config.activation
     )  # fmt: skip
 
 

@@ -40,11 +40,17 @@ from dflash_jax.models.draft_gemma import (
 from dflash_jax.models.gemma4 import Gemma4Config
 from dflash_jax.models.heads import HeadConfig, Sizes, Source, head_from_dict, read_head
 from dflash_jax.models.heads.reading import missing
+from dflash_jax.models.traits import Activation
 
 # DeepSpec's names, the one of SpecForge and of its kin, and Liquid AI's: their trainers always draft from the anchor.
 GEMMA4 = ("Gemma4DSparkModel",)
 FROM_ANCHOR = ("Qwen3DSparkModel", "DSparkDraftModel", "Lfm2DSparkDraftModel", *GEMMA4)
 LAYER_KINDS = ("qwen3", "gemma4")
+# Of the feed-forwards of Qwen3's layers: trainers copy their target's.
+ACTIVATIONS: Mapping[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+# Parts of a target's rotation that trainers copy and layers of Qwen3 do not read: how pictures turn, whose tokens are places to a
+# drafter as others are, and how Mistral Small 4's queries grow.
+_ROPE_NEUTRAL = ("llama_4_scaling_beta", "max_position_embeddings", "mrope_interleaved", "mrope_section")
 # What names promise.
 DFLASH2 = (
     "DFlash2DraftModel",
@@ -102,6 +108,7 @@ class DFlashConfig(DecoderConfig):
         layers without.
       head: what makes proposals; None for v1, which takes each place's best token.
       layer_kind: whose layers it has, one of `LAYER_KINDS`.
+      activation: of the feed-forwards of Qwen3's layers.
       keys_as_values: of Gemma 4's layers, whether they have no projection to values and take keys for them.
     """
 
@@ -125,6 +132,7 @@ class DFlashConfig(DecoderConfig):
     conv_group: int = 0
     head: HeadConfig | None = None
     layer_kind: str = "qwen3"
+    activation: str = "silu"
     keys_as_values: bool = False
 
     def __post_init__(self) -> None:
@@ -140,6 +148,8 @@ class DFlashConfig(DecoderConfig):
                 f"{type(self).__name__}: conv_taps={self.conv_taps} and conv_group={group} must both be at least 1, or 0, and "
                 f"hidden_size={self.hidden_size} a multiple of the latter"
             )
+        if self.activation not in ACTIVATIONS.values():
+            raise ConfigError(f"{type(self).__name__}: activation cannot be {shown(self.activation)}")
         if self.layer_kind not in LAYER_KINDS or (self.keys_as_values and not self.gemma4):
             raise ConfigError(
                 f"{type(self).__name__}: layer_kind must be {' or '.join(LAYER_KINDS)}, the latter where keys are taken for "
@@ -212,7 +222,8 @@ class DFlashConfig(DecoderConfig):
         """See `DecoderConfig.from_dict`. Folders that were converted before there were convolutions and heads are v1's, and before
         there were other layers Qwen3's."""
         given = {
-            "conv_taps": 0, "conv_group": 0, "head": None, "layer_kind": "qwen3", "keys_as_values": False, **values
+            "conv_taps": 0, "conv_group": 0, "head": None, "layer_kind": "qwen3", "keys_as_values": False, "activation": "silu",
+            **values,
         }  # fmt: skip
         config = super().from_dict(given | {"head": head_from_dict(given["head"])})
         assert isinstance(config, cls)
@@ -359,7 +370,8 @@ def _layers(
             f"{top.subject} names {', '.join(GEMMA4)}, but neither its keys (global_head_dim) nor its tensors (layer_scalar) are "
             "of layers of Gemma 4; name DFlashDraftModel, or take them from the drafter's training run"
         )
-    fields = decoder_fields(top)
+    fields = decoder_fields(top, activations=tuple(ACTIVATIONS), rope_neutral=_ROPE_NEUTRAL)
+    fields["activation"] = ACTIVATIONS[top.get("hidden_act", "silu")]
     if turns_pairs(top, nested):
         fields["rope"] = replace(fields["rope"], paired=True)
     windows, causal = _windows(source, fields["windows"], top)

@@ -286,6 +286,14 @@ def test_what_autoround_says_beside_other_formats(method: str) -> None:
     assert take_release({"quantization_config": said})[1] is not None
 
 
+def test_tables_of_another_shape(hf: Any) -> None:
+    folder, exact = release(hf, "nf4")
+    stored = load(folder / "model.safetensors")
+    for name in [name for name in stored if name.endswith(("quant_map", "absmax"))]:
+        stored[name] = stored[name][None]
+    check_every_number(put(folder, stored), exact, "float32")
+
+
 def test_older_files_of_bitsandbytes_name_no_method(hf: Any) -> None:
     folder, exact = release(hf, "nf4")
     config = json.loads((folder / "config.json").read_text())
@@ -426,6 +434,19 @@ BROKEN: dict[str, tuple[str, dict[str, np.ndarray | None], str]] = {
         "nvfp4",
         {".weight_global_scale": None},
         f"{Q}.weight_packed has no scale {Q}.weight_global_scale; fetch the tensors again",
+    ),
+    "scales that overflow": (
+        "modelopt nvfp4",
+        {".weight_scale_2": np.full((), 3e38, np.float32)},
+        f"tensor {Q}.weight holds values that are not finite",
+    ),
+    "scales of scales that overflow": (
+        "nf4",
+        {
+            ".weight.nested_absmax": np.full(1, 3e38, np.float32),
+            ".weight.nested_quant_map": np.full(256, 3e38, np.float32),
+        },
+        f"tensor {Q}.weight holds values that are not finite",
     ),
     "global scale of zero": (
         "nvfp4",

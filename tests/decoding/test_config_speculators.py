@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from dflash_jax.errors import ConfigError
-from dflash_jax.models import DFlashConfig, family_of
+from dflash_jax.models import DFlashConfig, family_of, layer_traits
 
+from ..published_layouts import LAYOUTS
 from .config_files import DRAFT, REMOVE, SLIDING, changed, draft
 
 LAYERS: dict[str, Any] = {
@@ -136,3 +137,21 @@ def test_rotary_pairs_of_both_orders() -> None:
         draft(), rope=dataclasses.replace(draft().rope, paired=True)
     )
     assert "is_neox_style" not in DRAFT
+
+
+def test_what_the_trainer_copies_of_a_target() -> None:
+    """GELU of Gemma's feed-forwards counts; how pictures turn and queries of Mistral Small 4 grow, Qwen3's layers do not read."""
+    plain, gelu, pictures, mistral = (
+        DFlashConfig.from_hf(LAYOUTS[name])
+        for name in (
+            "speculators", "speculators, of Gemma", "speculators, of a target with pictures", "speculators, of Mistral Small 4"
+        )
+    )  # fmt: skip
+    assert gelu == dataclasses.replace(plain, activation="gelu_tanh")
+    assert layer_traits(gelu).activation == "gelu_tanh"
+    assert pictures == dataclasses.replace(plain, rope=dataclasses.replace(plain.rope, theta=1e7))
+    assert (mistral.rope.kind, mistral.rope.factor) == ("yarn", 4.0)
+    older = {key: value for key, value in plain.to_dict().items() if key != "activation"}
+    assert DFlashConfig.from_dict(older) == plain
+    with pytest.raises(ConfigError, match="hidden_act must be silu or gelu_pytorch_tanh, got 'relu'"):
+        DFlashConfig.from_hf(LAYOUTS["z-lab"] | {"hidden_act": "relu"})

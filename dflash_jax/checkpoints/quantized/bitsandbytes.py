@@ -100,7 +100,7 @@ class Blocks(Matrix):
         if width % self.block:  # a block goes on in the next row: each number has its own
             grid = grid[np.arange(begin, end) // self.block - low]
         spread = (lambda own: own) if width % self.block else read_spread(width, self.block)
-        return Rows(codes, table_of(scales(self.table), high_first=True), grid.reshape(count, -1), spread)
+        return Rows(codes, table_of(scales(self.table).reshape(-1), high_first=True), grid.reshape(count, -1), spread)
 
     def _scales(self, low: int, high: int) -> np.ndarray:
         """Of blocks `low` to before `high`, float32."""
@@ -110,8 +110,9 @@ class Blocks(Matrix):
         first = low // own.block
         of_blocks = scales(own.scales.part(first, (-(-high // own.block) - first,)))
         places = read(own.places.part(low, (high - low,)))
-        found = scales(own.table)[places] * of_blocks[np.arange(low, high) // own.block - first]
-        return found + np.float32(own.offset)
+        with np.errstate(over="ignore"):
+            found = scales(own.table).reshape(-1)[places] * of_blocks[np.arange(low, high) // own.block - first]
+            return found + np.float32(own.offset)
 
 
 def read_bitsandbytes(said: Mapping[str, Any]) -> Release:

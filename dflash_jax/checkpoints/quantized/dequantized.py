@@ -59,7 +59,7 @@ class Rows:
         numbers = self.decode(self.codes[first:last])
         if self.zeros is not None:
             numbers -= self.spread(self.zeros[first:last])
-        with np.errstate(over="ignore"):  # whoever reads them looks for infinite ones
+        with np.errstate(over="ignore", invalid="ignore"):  # whoever reads them looks for those that are not finite
             numbers *= self.spread(self.scales[first:last])
         if self.factor is not None:
             numbers *= self.factor

@@ -53,7 +53,7 @@ class _Columns(Rows):
         row = np.arange(self.first + first, self.first + last)
         pairs = self.codes[row // 2 - self.first // 2]
         numbers = self.decode(np.where(row[:, None] % 2, pairs >> 4, pairs & 15))
-        with np.errstate(over="ignore"):
+        with np.errstate(over="ignore", invalid="ignore"):
             numbers *= self.scales[row // self.group - self.first // self.group]
         return numbers
 
