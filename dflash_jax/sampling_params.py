@@ -350,7 +350,7 @@ class SamplingParams:
 
     def _allowed(self) -> tuple[int, ...]:
         given, ids = self.allowed_token_ids, list[int]()
-        for token in given if is_list(given) else ():
+        for token in given if given is not None and is_list(given) else ():
             number = as_integer(token)
             ids.append(-1 if number is None else number)
         if not ids or min(ids) < 0:
