@@ -298,7 +298,7 @@ def test_sampled_text_has_the_targets_law() -> None:
 
     pairs = counted(np.array(texts)[:, 1:], vocab)
     assert p_value(pairs, law(1.0)) > 1e-3
-    assert p_value(pairs, law(1.4)) < 1e-6
+    assert p_value(pairs, law(1.6)) < 1e-6
 
 
 def test_how_it_runs() -> None:
