@@ -85,7 +85,6 @@ def check_work(settings: Settings, work: Path) -> None:
     path = work / "settings.json"
     ours = json.loads(json.dumps(dataclasses.asdict(settings)))
     if not path.exists():
-        work.mkdir(parents=True, exist_ok=True)
         with written_whole(path) as scratch:
             scratch.write_text(json.dumps(ours, indent=1))
         return
@@ -142,7 +141,8 @@ def train(settings: Settings, preset: str, out: Path, work: Path, clock: Clock) 
 def main(arguments: list[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     try:
-        options.out.parent.mkdir(parents=True, exist_ok=True)  # not after minutes of training
+        for folder in (options.out.parent, options.work):  # not after minutes of training
+            folder.mkdir(parents=True, exist_ok=True)
         clock = Clock(options.work, lambda line: print(line, flush=True), options.stop_after)
     except OSError as error:
         print(f"error: --out and --work must be folders that can be written to: {error}", file=sys.stderr)

@@ -32,6 +32,7 @@ def test_proposals_of_a_trained_drafter_stand_and_change_no_text(draft: Path | N
         assert gained(drafted) > least
 
 
+@pytest.mark.few
 def test_the_confidence_head_has_its_say_and_changes_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that four requests share, two of them greedy: it tells proposals that stand from those that fall."""
     model = dj.load(max_batch=4, max_model_len=128, verify_length="per_request")

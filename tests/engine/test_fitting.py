@@ -8,7 +8,7 @@ import pytest
 
 from dflash_jax.compile.programs import start_compiling
 from dflash_jax.decoding.state import resize, without_pools
-from dflash_jax.engine import STOP_WIDTH, Engine, scheduler
+from dflash_jax.engine import STOP_WIDTH, Engine
 from dflash_jax.engine.requests import Request, empty_state
 from dflash_jax.engine.warmup import warmup_jobs
 from dflash_jax.sampling_params import SamplingParams
@@ -91,7 +91,8 @@ def test_what_pays_is_compiled_beside_the_run(make_pair, make_prompts, monkeypat
             job()
         return start_compiling(())
 
-    monkeypatch.setattr(scheduler, "start_compiling", beside)
+    monkeypatch.setattr("dflash_jax.engine.program_choice.start_compiling", beside)
+    monkeypatch.setattr("dflash_jax.engine.batch.start_compiling", beside)
     monkeypatch.setattr("dflash_jax.engine.verify_auto.WORTH_COMPILING_S", 1e-9)
     engine.verify_length = "auto"
     # Nothing that this drafter proposes stands, so nothing but plain cycles can pay in the end.
