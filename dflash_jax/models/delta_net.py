@@ -18,10 +18,10 @@ from dflash_kernels import (
 from flax import nnx
 from jaxtyping import Array
 
-from dflash_jax.models.layers import Cache, DeltaAttend, Linear, RMSNorm, Rotary, SummedLinear
+from dflash_jax.models.layers import Linear, RecurrentMixer, RMSNorm, SummedLinear
 
 
-class DeltaNet(nnx.Module):
+class DeltaNet(RecurrentMixer):
     """Projections around the caller's `attend.delta`, which has convolution, delta rule, norm and output gate.
 
     Attributes the caller reads: `index` among the model's gated delta nets, `shape`, `weights`, `eps`, and what `prefill` takes to
@@ -42,20 +42,6 @@ class DeltaNet(nnx.Module):
     def weights(self) -> DeltaWeights:
         """Weights of the delta rule beside the projection."""
         return DeltaWeights(self.conv[...], self.a_log[...], self.dt_bias[...], self.norm.weight[...])
-
-    @property
-    def projections(self) -> tuple[Linear, Linear]:
-        """See `Mixer`."""
-        return self.in_proj, self.out_proj
-
-    def mix(self, projected: Array, rotary: Rotary, attend: DeltaAttend, cache: Cache) -> tuple[Array, Cache]:
-        """See `Mixer`."""
-        del rotary  # the state tells the order of tokens
-        return attend.delta(self, projected, cache)
-
-    def __call__(self, x: Array, rotary: Rotary, attend: DeltaAttend, cache: Cache = None) -> tuple[Array, Cache]:
-        out, cache = self.mix(self.in_proj(x), rotary, attend, cache)
-        return self.out_proj(out), cache
 
     def verify(self, projected: Array, state: DeltaState) -> tuple[Array, DeltaFactors]:
         """See `dflash_kernels.delta_verify`."""

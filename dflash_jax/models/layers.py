@@ -492,6 +492,28 @@ class Mixer(Protocol):
         ...
 
 
+class RecurrentMixer(nnx.Module):
+    """Base of mixers that keep a state in place of keys and values: two projections around the caller's `attend.delta`, which
+    keeps states and calls the mixer's `verify`, `step` and `prefill` with them."""
+
+    in_proj: Linear
+    out_proj: Linear
+
+    @property
+    def projections(self) -> tuple[Linear, Linear]:
+        """See `Mixer`."""
+        return self.in_proj, self.out_proj
+
+    def mix(self, projected: Array, rotary: Rotary, attend: DeltaAttend, cache: Cache) -> tuple[Array, Cache]:
+        """See `Mixer`."""
+        del rotary  # the state tells the order of tokens
+        return attend.delta(self, projected, cache)
+
+    def __call__(self, x: Array, rotary: Rotary, attend: DeltaAttend, cache: Cache = None) -> tuple[Array, Cache]:
+        out, cache = self.mix(self.in_proj(x), rotary, attend, cache)
+        return self.out_proj(out), cache
+
+
 class MLP(nnx.Module):
     """Gated feed-forward (SwiGLU with silu); gate and up are one matrix `[2F, D]`.
 
@@ -518,7 +540,27 @@ class MLP(nnx.Module):
         return ACTIVATIONS[self.activation](gate) * up
 
 
-class DecoderLayer(nnx.Module):
+class PreNormLayer(nnx.Module):
+    """Base of layers with a mixer and a feed-forward, each behind a norm and added to the residual stream."""
+
+    attention_conv: Any = None  # around its sublayers, in layers that have such
+    mlp_conv: Any = None
+    input_norm: Any
+    post_norm: Any
+    mlp: Any
+
+    @property
+    def mixer(self) -> Any:
+        """Of this layer (`Mixer`)."""
+        raise NotImplementedError
+
+    def __call__(self, x: Array, rotary: Rotary, attend: Any, cache: Cache = None) -> tuple[Array, Cache]:
+        mixed, cache = self.mixer(self.input_norm(x), rotary, attend, cache)
+        x = x + mixed
+        return x + self.mlp(self.post_norm(x)), cache
+
+
+class DecoderLayer(PreNormLayer):
     """Pre-norm attention and feed-forward, each added to the residual stream.
 
     Args:
@@ -526,9 +568,6 @@ class DecoderLayer(nnx.Module):
       feed_forward: in place of the traits' `MLP`.
       norm: of the stream.
     """
-
-    attention_conv: Any = None  # around its sublayers, in layers that have such
-    mlp_conv: Any = None
 
     def __init__(
         self,
@@ -551,11 +590,6 @@ class DecoderLayer(nnx.Module):
     @property
     def mixer(self) -> Mixer:
         return self.attn
-
-    def __call__(self, x: Array, rotary: Rotary, attend: Attend, cache: Cache = None) -> tuple[Array, Cache]:
-        attended, cache = self.attn(self.input_norm(x), rotary, attend, cache)
-        x = x + attended
-        return x + self.mlp(self.post_norm(x)), cache
 
 
 def mlp_parameters(config: DecoderConfig, ours: str, theirs: str) -> list[Parameter]:

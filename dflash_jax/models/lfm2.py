@@ -9,8 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dflash_kernels.recurrent.short_conv import ConvShape
-from flax import nnx
-from jaxtyping import Array
 
 from dflash_jax.config import (
     NEUTRAL_KEYS,
@@ -25,7 +23,7 @@ from dflash_jax.config import (
 )
 from dflash_jax.errors import ConfigError
 from dflash_jax.models.decoder import Decoder
-from dflash_jax.models.layers import MLP, Attention, Cache, RMSNorm, Rotary
+from dflash_jax.models.layers import MLP, Attention, PreNormLayer, RMSNorm
 from dflash_jax.models.moe import MoE, expert_traits
 from dflash_jax.models.parameters import Parameter, Source, single
 from dflash_jax.models.short_conv import ShortConv
@@ -201,11 +199,8 @@ def _experts(keys: KeyReader) -> dict[str, Any]:
     }
 
 
-class Lfm2Layer(nnx.Module):
+class Lfm2Layer(PreNormLayer):
     """Pre-norm mixer and feed-forward, each added to the residual stream; the mixer attends or is a short convolution."""
-
-    attention_conv: Any = None  # as runners ask of every layer
-    mlp_conv: Any = None
 
     def __init__(self, config: Lfm2Config, index: int, traits: LayerTraits):
         d, eps = config.hidden_size, config.norm_eps
@@ -221,11 +216,6 @@ class Lfm2Layer(nnx.Module):
     @property
     def mixer(self) -> Any:
         return self.conv if self.attn is None else self.attn
-
-    def __call__(self, x: Array, rotary: Rotary, attend: Any, cache: Cache = None) -> tuple[Array, Cache]:
-        mixed, cache = self.mixer(self.input_norm(x), rotary, attend, cache)
-        x = x + mixed
-        return x + self.mlp(self.post_norm(x)), cache
 
 
 class Lfm2(Decoder):

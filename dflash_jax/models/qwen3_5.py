@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from dflash_kernels import DeltaShape
-from flax import nnx
 from jaxtyping import Array, Int
 
 from dflash_jax.config import (
@@ -36,6 +35,7 @@ from dflash_jax.models.layers import (
     Attend,
     Attention,
     Cache,
+    PreNormLayer,
     Rotary,
     ZeroCenteredNorm,
     mlp_parameters,
@@ -317,11 +317,8 @@ class GatedAttention(Attention):
         return (out * jax.nn.sigmoid(gate.astype(jnp.float32))).astype(out.dtype), cache
 
 
-class HybridLayer(nnx.Module):
+class HybridLayer(PreNormLayer):
     """Pre-norm mixer and feed-forward, each added to the residual stream; the mixer attends or is a gated delta net."""
-
-    attention_conv: Any = None  # as runners ask of every layer
-    mlp_conv: Any = None
 
     def __init__(self, config: Qwen35Config, index: int, traits: LayerTraits):
         d, eps = config.hidden_size, config.norm_eps
@@ -337,11 +334,6 @@ class HybridLayer(nnx.Module):
     @property
     def mixer(self) -> Any:
         return self.delta if self.attn is None else self.attn
-
-    def __call__(self, x: Array, rotary: Rotary, attend: Any, cache: Cache = None) -> tuple[Array, Cache]:
-        mixed, cache = self.mixer(self.input_norm(x), rotary, attend, cache)
-        x = x + mixed
-        return x + self.mlp(self.post_norm(x)), cache
 
 
 class Qwen35(Decoder):

@@ -17,10 +17,10 @@ from dflash_kernels.recurrent.short_conv import (
 from flax import nnx
 from jaxtyping import Array
 
-from dflash_jax.models.layers import Cache, DeltaAttend, Linear, Rotary
+from dflash_jax.models.layers import Linear, RecurrentMixer
 
 
-class ShortConv(nnx.Module):
+class ShortConv(RecurrentMixer):
     """Projections around the caller's `attend.delta`, which keeps states and calls this mixer with them.
 
     Attributes the caller reads: `index` among the model's short convolutions, `shape`, and what `prefill` takes to have gradients.
@@ -33,20 +33,6 @@ class ShortConv(nnx.Module):
         self.in_proj = Linear(shape.columns, hidden)
         self.taps = nnx.Param(jnp.zeros((shape.channels, shape.taps)))
         self.out_proj = Linear(hidden, shape.channels)
-
-    @property
-    def projections(self) -> tuple[Linear, Linear]:
-        """See `Mixer`."""
-        return self.in_proj, self.out_proj
-
-    def mix(self, projected: Array, rotary: Rotary, attend: DeltaAttend, cache: Cache) -> tuple[Array, Cache]:
-        """See `Mixer`."""
-        del rotary  # the state tells the order of tokens
-        return attend.delta(self, projected, cache)
-
-    def __call__(self, x: Array, rotary: Rotary, attend: DeltaAttend, cache: Cache = None) -> tuple[Array, Cache]:
-        out, cache = self.mix(self.in_proj(x), rotary, attend, cache)
-        return self.out_proj(out), cache
 
     def verify(self, projected: Array, state: ConvState) -> tuple[Array, ConvFactors]:
         """See `conv_verify`."""

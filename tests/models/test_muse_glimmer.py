@@ -9,7 +9,6 @@ import pytest
 from dflash_convert.cli import main as dflash_convert
 from safetensors.numpy import load_file
 
-import dflash_jax as dj
 from dflash_jax.checkpoints.huggingface import open_checkpoint
 from dflash_jax.checkpoints.opening import open_checkpoint as open_any
 from dflash_jax.errors import ConfigError
@@ -17,7 +16,7 @@ from dflash_jax.models import DFlashConfig, family_of
 from dflash_jax.models.muse_glimmer import MuseGlimmerConfig
 
 from ..published_layouts import LAYOUTS, TARGETS
-from ..random_pair import Pair, draft_config, random_prompts
+from .dense_texts import check_texts
 from .golden_files import GOLDEN, TOLERANCE, difference
 from .test_parity_llama import logits_and_taps
 
@@ -43,20 +42,7 @@ def test_transformers_logits_and_taps() -> None:
 
 @pytest.mark.few
 def test_texts_in_pages_and_with_a_drafter_are_the_dense_models() -> None:
-    """Prompts in several calls, alone and together; the last token's choices are those of one call without a cache."""
-    checkpoint = open_checkpoint(FOLDER)
-    config: Any = checkpoint.config
-    params = checkpoint.load("float32")
-    draft = draft_config(
-        vocab_size=61, hidden_size=24, target_hidden_size=24, mask_token_id=60, target_layer_ids=(0, 2, 4)
-    )
-    pair = Pair(config, draft, edit=lambda weights: weights.update(target=params), max_chunk=32)
-    prompts = [[token % 60 for token in one] for one in random_prompts([3, 50])]
-    texts = pair.run(prompts, dj.SamplingParams(max_tokens=12))[0]
-    assert texts == pair.run(prompts, dj.SamplingParams(max_tokens=12), draft=False)[0]
-    for prompt, text in zip(prompts, texts, strict=True):
-        logits = logits_and_taps(config, params, [*prompt, *text])[0]
-        assert text == np.argmax(logits, axis=-1)[len(prompt) - 1 : -1].tolist()
+    check_texts(FOLDER, (0, 2, 4))
 
 
 @pytest.mark.few

@@ -12,7 +12,6 @@ import pytest
 from dflash_convert.cli import main as dflash_convert
 from safetensors.numpy import load_file
 
-import dflash_jax as dj
 from dflash_jax.attention.dense import dense_attend
 from dflash_jax.checkpoints.huggingface import open_checkpoint
 from dflash_jax.checkpoints.opening import open_checkpoint as open_any
@@ -23,7 +22,7 @@ from dflash_jax.models import bind, family_of, layer_traits
 from dflash_jax.parallel.ranks import local_ranks, share_config
 
 from ..published_layouts import TARGETS
-from ..random_pair import Pair, draft_config, random_prompts
+from .dense_texts import check_texts
 from .golden_files import GOLDEN, TOLERANCE, difference
 from .test_parity_llama import logits_and_taps
 
@@ -74,20 +73,7 @@ def test_devices_that_share_it(name: str) -> None:
 @pytest.mark.few
 @pytest.mark.parametrize("name", NAMES)
 def test_texts_in_pages_and_with_a_drafter_are_the_dense_models(name: str) -> None:
-    """Prompts in several calls, beyond the window; every token is the choice of one call without a cache."""
-    checkpoint = open_checkpoint(GOLDEN / f"{name}_folder")
-    config: Any = checkpoint.config
-    params = checkpoint.load("float32")
-    draft = draft_config(
-        vocab_size=61, hidden_size=24, target_hidden_size=24, mask_token_id=60, target_layer_ids=(0, 1, 2)
-    )
-    pair = Pair(config, draft, edit=lambda weights: weights.update(target=params), max_chunk=32)
-    prompts = [[token % 60 for token in one] for one in random_prompts([3, 50])]
-    texts = pair.run(prompts, dj.SamplingParams(max_tokens=12))[0]
-    assert texts == pair.run(prompts, dj.SamplingParams(max_tokens=12), draft=False)[0]
-    for prompt, text in zip(prompts, texts, strict=True):
-        logits = logits_and_taps(config, params, [*prompt, *text])[0]
-        assert text == np.argmax(logits, axis=-1)[len(prompt) - 1 : -1].tolist()
+    check_texts(GOLDEN / f"{name}_folder", (0, 1, 2))
 
 
 @pytest.mark.few("mistral4")
