@@ -26,7 +26,6 @@ from golden import (
     vision_oracle,
 )
 
-
 ORACLES = {
     "qwen3": qwen3_oracle, "qwen3_moe": qwen3_moe_oracle, "llama": llama_oracle, "gpt_oss": gpt_oss_oracle, "gemma": gemma_oracle,
     "deepseek": deepseek_oracle, "sparse": sparse_oracle, "dflash": dflash_oracle, "vision": vision_oracle, "lfm2": lfm2_oracle,
