@@ -57,7 +57,7 @@ SHARING = ("attention", "cli", "decoding", "engine", "execution", "interactive",
 # Objects that are made before garbage is looked for, and such looks before the older ones are looked through, and the oldest: a
 # process of tests holds millions, and looking through them took a tenth of its time.
 GARBAGE = (50_000, 20, 50)
-# A whole look through them takes a second or more: what asks for one between two models, or before it serves, gets one of the young.
+# A whole look through them takes a second or more: what asks for one between two models, or before it serves, gets the young.
 WHOLE_LOOK = gc.collect
 # Files whose processors' seconds are told at the end, and the name of that property of a report.
 SHOWN = 15
