@@ -165,6 +165,22 @@ TARGETS: dict[str, dict[str, Any]] = {
             },
         },
     ),
+    "Laguna": SIZES | BOOKS | EXPERTS | {
+        "architectures": ["LagunaForCausalLM"], "model_type": "laguna", "num_attention_heads_per_layer": [4, 6, 2, 4],
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"], "sliding_window": 9,
+        "gating": "per-head", "gating_types": ["per_head"] * 4, "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+        "mlp_only_layers": [0], "decoder_sparse_step": 1, "norm_topk_prob": True, "moe_routed_scaling_factor": 2.5,
+        "moe_apply_router_weight_on_input": False, "moe_router_logit_softcapping": 0.0, "shared_expert_intermediate_size": 24,
+        "output_router_logits": False, "router_aux_loss_coef": 0.0,
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "yarn", "rope_theta": 5e5, "factor": 8.0, "original_max_position_embeddings": 64, "beta_fast": 32.0,
+                "beta_slow": 1.0, "attention_factor": 1.2, "partial_rotary_factor": 0.5,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
+            "original_max_position_embeddings": 64,
+        },
+    },
 }  # fmt: skip
 # What targets that are not loaded call themselves, where that is known.
 REFUSED_TARGETS: dict[str, tuple[str, ...]] = {
@@ -174,7 +190,6 @@ REFUSED_TARGETS: dict[str, tuple[str, ...]] = {
     "MiniMax-M3 and M3.1": (),
     "Kimi K3": (),
     "MiMo-V2.5": ("MiMoV2FlashForCausalLM",),
-    "Laguna": ("LagunaForCausalLM",),
     "Inkling": (),
     "Beam": (),
     "Alpamayo": (),
@@ -324,6 +339,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "architectures": ["Lfm2DSparkDraftModel"], "block_size": 4, "num_target_layers": None, "rope_is_neox_style": False,
         "dflash_config": TAPS | {"num_target_layers": LAYERS},
     },
+    "layers of Laguna": SIZES | {
+        "architectures": ["DFlashLagunaForCausalLM"], "model_type": "laguna", "attention_bias": False, "hidden_act": "silu",
+        "num_hidden_layers": 2, "layer_types": ["sliding_attention"] * 2, "sliding_window": 9, "rope_theta": 5e5,
+        "gating": "per-head", "draft_vocab_size": VOCAB, "eagle_aux_hidden_state_layer_ids": [1, 2, 4], "torch_dtype": "bfloat16",
+        "dflash_config": TAPS | {"block_size": 4, "num_target_layers": LAYERS, "causal": True},
+    },
     "Muse assistant": SIZES | {
         "architectures": ["MuseGlimmerAssistantModel"], "model_type": "muse_glimmer_assistant", "attention_dropout": 0,
         "block_size": 4, "hidden_act": "silu", "layer_types": ["sliding_attention"] * 2, "num_hidden_layers": 2,
@@ -333,9 +354,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 # Layouts that are refused, by what their files say.
 REFUSED_LAYOUTS: dict[str, dict[str, Any]] = {
     "hyper-connections": BACKBONE | {"dflash_config": TAPS | {"block_size": 4}, "hc_mult": 4},
-    "gated heads": BACKBONE | {"architectures": ["DFlashLagunaForCausalLM"], "dflash_config": TAPS, "gating": True},
+    "gated heads of Qwen3's": BACKBONE | {"dflash_config": TAPS | {"block_size": 4}, "gating": True},
     "layers of Kimi K3": BACKBONE | {"architectures": ["K3DSparkModel"], "block_size": 4} | DSPARK,
     "layers of GLM-5": BACKBONE | {"architectures": ["Glm5DSparkForCausalLM"], "block_size": 4, "kv_lora_rank": 16} | DSPARK,
 }  # fmt: skip
-# Layouts whose files bring an embedding and a head.
-OWN_BOTH = tuple(name for name in LAYOUTS if name.startswith("DeepSpec"))
+# By layout: tensors that tell what a file's others are, or that it brings beside its layers.
+BROUGHT: dict[str, tuple[str, ...]] = {
+    name: ("embed_tokens.weight", "lm_head.weight") for name in LAYOUTS if name.startswith("DeepSpec")
+} | {"layers of Laguna": ("aux_hidden_norms.0.weight", "layers.0.self_attn.qkv_proj.weight")}

@@ -1,9 +1,9 @@
 """Latent attention to whole pools of tokens that an indexer chooses: what GLM-5.3-Flash is called with.
 
 Source: transformers' Glm5NextTextIndexer. A pool is `index_kpool` tokens that follow one another from the text's beginning on. Its
-index key is the mean of its tokens', each channel weighted by a softmax over the tokens. A query sees the `index_topk` tokens of the
-best pools that end before or at it, and the tokens behind the last whole pool, its own included. With no more tokens than that it
-sees all of them.
+index key is the mean of its tokens', each channel weighted by a softmax over the tokens. A query sees the `index_topk` tokens of
+the best pools that end before or at it, and the tokens behind the last whole pool, its own included. With no more tokens than that
+it sees all of them.
 
 Pages keep a token's index key with the logits of its weights. So a rejected token leaves a pool by being written over, and pools of
 any length of text are made from what is there.

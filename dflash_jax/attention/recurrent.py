@@ -23,8 +23,8 @@ from dflash_jax.cache.recurrent import State
 from dflash_jax.models.layers import Attention, PooledRows, Rotary
 
 type Factors = DeltaFactors | ConvFactors | KdaFactors
-# Of one mixer that keeps a state, a `models.layers.RecurrentMixer`: the layer, its projection and its state, to the output, the state
-# after it and factors of its tokens.
+# Of one mixer that keeps a state, a `models.layers.RecurrentMixer`: the layer, its projection and its state, to the output, the
+# state after it and factors of its tokens.
 type Mix = Callable[[Any, Array, State], tuple[Array, State, Factors | None]]
 
 

@@ -1,4 +1,4 @@
-"""Recurrent states: what gated delta nets, Kimi delta attention and short convolutions keep for each slot in place of keys and values."""
+"""Recurrent states: what layers with short convolutions or a delta rule keep for each slot in place of keys and values."""
 
 import math
 

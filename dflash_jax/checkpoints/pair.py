@@ -41,6 +41,8 @@ KNOWN_DRAFTERS: Mapping[str, str] = {
     "JetBrains/Mellum2-12B-A2.5B-Thinking": "RedHatAI/Mellum2-12B-A2.5B-Thinking-speculator.dflash",
     "MiniMaxAI/MiniMax-M2.5": "z-lab/MiniMax-M2.5-DFlash",
     "mistralai/Mistral-Small-4-119B-2603": "RedHatAI/Mistral-Small-4-119B-2603-speculator.dspark",
+    "poolside/Laguna-XS.2": "poolside/Laguna-XS.2-speculator.dflash",
+    "poolside/Laguna-S-2.1": "poolside/Laguna-S-2.1-DFlash",
     "moonshotai/Kimi-K2.5": "z-lab/Kimi-K2.5-DFlash",
     "zai-org/GLM-5.1": "z-lab/GLM-5.1-FP8-DFlash",
     "zai-org/GLM-5.2": "RedHatAI/GLM-5.2-speculator.dspark",

@@ -1,9 +1,9 @@
 """GLM-5.3-Flash targets: Kimi delta attention beside latent attention to chosen pools of tokens, over several residual streams.
 
 Most layers keep a state (`models.kimi_delta`). The others have latent attention that nothing rotates, to the pools that an indexer
-chooses (`attention.pooled`). Every sublayer reads and mixes several residual streams (`models.hyper_connections`); the final norm is
-of their mean, and so are the features that drafters read of a layer. Source: transformers' Glm5Next classes, 5.17, whose defaults
-absent keys mean; drafters' features as in SGLang (pull request 36708) and vLLM (55682), which take the streams after a layer.
+chooses (`attention.pooled`). Every sublayer reads and mixes several residual streams (`models.hyper_connections`); the final norm
+is of their mean, and so are the features that drafters read of a layer. Source: transformers' Glm5Next classes, 5.17, whose
+defaults absent keys mean; drafters' features as in SGLang (pull request 36708) and vLLM (55682): of the streams after a layer.
 
 Of a checkpoint with pictures only the text model is read.
 """
@@ -300,7 +300,7 @@ class PoolIndexer(Indexer):
 
 
 class PooledAttention(MLAttention):
-    """Latent projections and an indexer around the caller's `attend.pooled`; `index` is the layer's place among those with pages."""
+    """Latent projections and an indexer around the caller's `attend.pooled`; `index` is the place among layers with pages."""
 
     config: Glm5NextConfig
 

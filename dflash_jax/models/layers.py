@@ -279,7 +279,8 @@ class Runner(Protocol):
         *,
         normed: Float[Array, "B T D"] | None = None,
     ) -> tuple[list[Float[Array, "B T *streams D"]], Float[Array, "B T D"], Cache]:
-        """The residual stream, or several, after each layer, the last one after `norm`, and the cache that all layers' attention has left.
+        """The residual stream, or several of them, after each layer, the last one after `norm`, and the cache that all layers'
+        attention has left.
 
         `normed`: x after the first layer's norm.
         """

@@ -64,6 +64,7 @@ from dflash_jax.models.gpt_oss import (
     gpt_oss_parameters,
     gpt_oss_traits,
 )
+from dflash_jax.models.laguna import Laguna, LagunaConfig, laguna_canonical, laguna_parameters, laguna_traits
 from dflash_jax.models.lfm2 import ARCHITECTURES as LFM2_ARCHITECTURES
 from dflash_jax.models.lfm2 import MODEL_TYPES as LFM2_TYPES
 from dflash_jax.models.lfm2 import Lfm2, Lfm2Config, lfm2_canonical, lfm2_parameters, lfm2_traits
@@ -233,7 +234,7 @@ def _block(config: DFlashConfig) -> dict[str, Any]:
     head = "v1" if config.head is None else config.head.kind
     taps = list(config.target_layer_ids) if config.projects else "none, the final norm's output"
     facts = {"block_size": config.block_size, "tapped_layers": taps, "draft_head": head}
-    return facts | ({"layers_of": config.layer_kind} if config.gemma4 else {})
+    return facts | ({} if config.layer_kind == "qwen3" else {"layers_of": config.layer_kind})
 
 
 FAMILIES = (
@@ -299,6 +300,10 @@ FAMILIES = (
     Family(
         "mistral4", "target", MISTRAL4_ARCHITECTURES, Mistral4Config, Mistral4, mistral4_parameters, mistral4_canonical,
         traits=mistral4_traits, reads_names=True, facts=_latent,
+    ),
+    Family(
+        "laguna", "target", ("LagunaForCausalLM",), LagunaConfig, Laguna, laguna_parameters, laguna_canonical,
+        traits=laguna_traits, facts=_experts,
     ),
     Family(
         "dflash", "draft", DRAFT_ARCHITECTURES, DFlashConfig, DFlash, dflash_parameters, dflash_canonical,

@@ -77,7 +77,8 @@ def test_what_a_file_says() -> None:
     [
         ({"qk_rope_head_dim": 4}, "qk_rope_head_dim must be 0"), ({"index_kpool_always_select_tail": False}, "select_tail=False"),
         ({"index_topk": 18}, "not a multiple"), ({"mhc": False}, "mhc=False"), ({"hidden_act": "gelu"}, "must be silu"),
-        ({"indexer_types": ["full", "full", "shared", "full"]}, "indexer_types must say full"), ({"index_topk_freq": 2, "indexer_types": None}, "index_topk_freq must be 1"),
+        ({"indexer_types": ["full", "full", "shared", "full"]}, "indexer_types must say full"),
+        ({"index_topk_freq": 2, "indexer_types": None}, "index_topk_freq must be 1"),
         ({"layer_types": ["linear_attention"] * 4}, "of both kinds"), ({"layer_types": ["conv"] * 4}, "must list linear_attention"),
         ({"linear_attn_config": INNER | {"kda_layers": [1, 2, 3]}}, "kda_layers"), ({"linear_num_heads": 3}, "say two things"),
         ({"linear_attn_config": INNER | {"short_conv_kernel_size": 3}}, "must be 4"), ({"q_lora_rank": None}, "q_lora_rank"),
