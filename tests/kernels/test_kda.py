@@ -26,13 +26,13 @@ def drawn(shape: KdaShape, slots: int, tokens: int, seed: int = 0) -> tuple[np.n
     """Columns, weights and a state. Rates reach from hardly any decay to one of 1e-2 a token and less."""
     rng = np.random.default_rng(seed)
 
-    def normal(*size: int) -> np.ndarray:
-        return rng.normal(size=size).astype(np.float32)
+    def normal(*size: int) -> jax.Array:
+        return jnp.asarray(rng.normal(size=size), jnp.float32)
 
-    rates = np.linspace(-3, 2, shape.heads).astype(np.float32)
+    rates = jnp.linspace(-3, 2, shape.heads)
     weights = KdaWeights(normal(shape.channels, 4) * 0.5, rates, normal(shape.width) - 1, 1 + 0.2 * normal(shape.dim))
     state = KdaState(normal(slots, shape.heads, shape.dim, shape.dim), normal(slots, 3, shape.channels))
-    return normal(slots, tokens, shape.columns), weights, state
+    return np.asarray(normal(slots, tokens, shape.columns)), weights, state
 
 
 def oracle(columns: np.ndarray, weights: KdaWeights, state: KdaState, shape: KdaShape) -> tuple[np.ndarray, list]:
