@@ -175,7 +175,9 @@ class Model:
             )
         drafts = [bool(flag) for flag in draft if self.draft is not None or not flag]
         if draft and not drafts:
-            raise ParameterError(f"draft must hold False for {self.name}, which was loaded without a drafter, got {draft}")
+            raise ParameterError(
+                f"draft must hold False for {self.name}, which was loaded without a drafter, got {draft}"
+            )
         # What changes logits has a program for those who do not sample.
         setups = dict.fromkeys(
             self.engine.setup(mode=mode, draft=flag, sampling=sampling)
