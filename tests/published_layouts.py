@@ -105,6 +105,28 @@ TARGETS: dict[str, dict[str, Any]] = {
         "architectures": ["Lfm2MoeForCausalLM"], "model_type": "lfm2_moe", "intermediate_size": 48, "num_dense_layers": 1,
         "norm_topk_prob": True, "routed_scaling_factor": 1.0, "use_expert_bias": True, "tie_word_embeddings": True,
     },
+    "GLM-5.3-Flash": _text_model(
+        "Glm5NextForConditionalGeneration", "glm5_next",
+        {
+            "model_type": "glm5_next_text", "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "hidden_act": "silu",
+            "num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 4, "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 512, "attention_bias": False, "head_dim": 0, "swiglu_limit": 10.0,
+            "layer_types": ["linear_attention", "linear_attention", "deepseek_sparse_attention", "linear_attention"],
+            "linear_attn_config": {
+                "num_heads": 4, "head_dim": 8, "short_conv_kernel_size": 4, "gate_lower_bound": -5.0, "kda_layers": [0, 1, 3],
+                "full_attn_layers": [2],
+            },
+            "q_lora_rank": 16, "kv_lora_rank": 16, "qk_head_dim": 12, "qk_nope_head_dim": 12, "qk_rope_head_dim": 0,
+            "v_head_dim": 12, "mla_use_nope": True, "index_n_heads": 6, "index_head_dim": 8, "index_topk": 16, "index_kpool": 4,
+            "index_kpool_always_select_tail": True, "index_kpool_compress": True, "indexer_rope_interleave": True,
+            "indexer_types": ["full"] * LAYERS, "index_share_for_mtp_iteration": True, "mhc": True, "hc_mult": 4, "hc_eps": 1e-6,
+            "hc_sinkhorn_iters": 20, "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"], "first_k_dense_replace": 1,
+            "moe_layer_freq": 1, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
+            "moe_intermediate_size": 16, "moe_router_dtype": "float32", "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "num_nextn_predict_layers": 1,
+            "tie_word_embeddings": False, "dtype": "bfloat16",
+        },
+    ),
     "Muse Glimmer": _text_model(
         "MuseGlimmerForConditionalGeneration", "muse_glimmer",
         SIZES | {
@@ -163,7 +185,6 @@ TARGETS: dict[str, dict[str, Any]] = {
 # What targets that are not loaded call themselves, where that is known.
 REFUSED_TARGETS: dict[str, tuple[str, ...]] = {
     "Nemotron 3 and 3.5": ("NemotronHForCausalLM",),
-    "GLM-5.3-Flash": ("Glm5NextForCausalLM", "Glm5NextForConditionalGeneration"),
     "Qwen3.8-Flash-Next": ("Qwen4ExpForConditionalGeneration",),
     "DeepSeek V4": ("DeepseekV4ForCausalLM",),
     "MiniMax-M3 and M3.1": (),

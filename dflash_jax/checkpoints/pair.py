@@ -47,6 +47,7 @@ KNOWN_DRAFTERS: Mapping[str, str] = {
     "zai-org/GLM-5.1": "z-lab/GLM-5.1-FP8-DFlash",
     "zai-org/GLM-5.2": "RedHatAI/GLM-5.2-speculator.dspark",
     "zai-org/GLM-5.3": "incoai/GLM-5.3-DFlash2",
+    "zai-org/GLM-5.3-Flash": "incoai/GLM-5.3-Flash-DFlash2",
     "LiquidAI/LFM2.5-1.2B-Instruct": "LiquidAI/LFM2.5-1.2B-Instruct-DSpark",
     "LiquidAI/LFM2.5-2.6B": "LiquidAI/LFM2.5-2.6B-DSpark",
     "LiquidAI/LFM2.5-8B-A1B": "LiquidAI/LFM2.5-8B-A1B-DSpark",

@@ -47,6 +47,15 @@ from dflash_jax.models.gemma4 import (
     gemma4_parameters,
     gemma4_traits,
 )
+from dflash_jax.models.glm5_next import ARCHITECTURES as GLM5_NEXT_ARCHITECTURES
+from dflash_jax.models.glm5_next import MODEL_TYPES as GLM5_NEXT_TYPES
+from dflash_jax.models.glm5_next import (
+    Glm5Next,
+    Glm5NextConfig,
+    glm5_next_canonical,
+    glm5_next_parameters,
+    glm5_next_traits,
+)
 from dflash_jax.models.gpt_oss import (
     GptOss,
     GptOssConfig,
@@ -199,6 +208,15 @@ def _indexed(config: SparseDeepseekConfig) -> dict[str, Any]:
     return _latent(config) | index
 
 
+def _pooled(config: Glm5NextConfig) -> dict[str, Any]:
+    index = {
+        "index_width": config.index_row_width,
+        "index_layers": config.cached_layers,
+        "index_topk": config.index_topk,
+    }
+    return {"full_attention_layers": config.cached_layers, "streams": config.streams} | _latent(config) | index
+
+
 def _hybrid(config: Qwen35Config) -> dict[str, Any]:
     return {"full_attention_layers": config.cached_layers} | (_experts(config) if config.num_experts else {})
 
@@ -254,6 +272,10 @@ FAMILIES = (
     Family(
         "deepseek_sparse", "target", SPARSE_ARCHITECTURES, SparseDeepseekConfig, SparseDeepseek, sparse_parameters,
         deepseek_canonical, traits=deepseek_traits, model_types=SPARSE_TYPES, surplus=is_mtp_tensor, facts=_indexed,
+    ),
+    Family(
+        "glm5_next", "target", GLM5_NEXT_ARCHITECTURES, Glm5NextConfig, Glm5Next, glm5_next_parameters, glm5_next_canonical,
+        traits=glm5_next_traits, model_types=GLM5_NEXT_TYPES, surplus=is_mtp_tensor, facts=_pooled,
     ),
     Family(
         "qwen3_5", "target", HYBRID_ARCHITECTURES, Qwen35Config, Qwen35, qwen35_parameters, qwen35_canonical,
