@@ -105,6 +105,28 @@ TARGETS: dict[str, dict[str, Any]] = {
         "architectures": ["Lfm2MoeForCausalLM"], "model_type": "lfm2_moe", "intermediate_size": 48, "num_dense_layers": 1,
         "norm_topk_prob": True, "routed_scaling_factor": 1.0, "use_expert_bias": True, "tie_word_embeddings": True,
     },
+    "GLM-5.3-Flash": _text_model(
+        "Glm5NextForConditionalGeneration", "glm5_next",
+        {
+            "model_type": "glm5_next_text", "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "hidden_act": "silu",
+            "num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 4, "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 512, "attention_bias": False, "head_dim": 0, "swiglu_limit": 10.0,
+            "layer_types": ["linear_attention", "linear_attention", "deepseek_sparse_attention", "linear_attention"],
+            "linear_attn_config": {
+                "num_heads": 4, "head_dim": 8, "short_conv_kernel_size": 4, "gate_lower_bound": -5.0, "kda_layers": [0, 1, 3],
+                "full_attn_layers": [2],
+            },
+            "q_lora_rank": 16, "kv_lora_rank": 16, "qk_head_dim": 12, "qk_nope_head_dim": 12, "qk_rope_head_dim": 0,
+            "v_head_dim": 12, "mla_use_nope": True, "index_n_heads": 6, "index_head_dim": 8, "index_topk": 16, "index_kpool": 4,
+            "index_kpool_always_select_tail": True, "index_kpool_compress": True, "indexer_rope_interleave": True,
+            "indexer_types": ["full"] * LAYERS, "index_share_for_mtp_iteration": True, "mhc": True, "hc_mult": 4, "hc_eps": 1e-6,
+            "hc_sinkhorn_iters": 20, "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"], "first_k_dense_replace": 1,
+            "moe_layer_freq": 1, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
+            "moe_intermediate_size": 16, "moe_router_dtype": "float32", "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "num_nextn_predict_layers": 1,
+            "tie_word_embeddings": False, "dtype": "bfloat16",
+        },
+    ),
     "Muse Glimmer": _text_model(
         "MuseGlimmerForConditionalGeneration", "muse_glimmer",
         SIZES | {
@@ -143,6 +165,21 @@ TARGETS: dict[str, dict[str, Any]] = {
             },
         },
     ),
+    "MiMo-V2.5": SIZES | BOOKS | {
+        "architectures": ["MiMoV2ForCausalLM"], "model_type": "mimo_v2",
+        "auto_map": {"AutoConfig": "configuration_mimo_v2.MiMoV2Config"}, "num_key_value_heads": 1, "head_dim": 12, "v_head_dim": 8,
+        "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 12, "swa_v_head_dim": 8,
+        "partial_rotary_factor": 0.334, "rope_theta": 5e6, "swa_rope_theta": 1e4,
+        "rope_parameters": {"partial_rotary_factor": 0.334, "rope_theta": 5e6, "rope_type": "default", "type": "default"},
+        "attention_value_scale": 0.612, "attention_projection_layout": "fused_qkv", "attention_chunk_size": 9,
+        "add_full_attention_sink_bias": False, "add_swa_attention_sink_bias": True, "sliding_window": 9, "sliding_window_size": 9,
+        "hybrid_block_size": None, "hybrid_layer_pattern": [0, 1, 1, 0], "moe_layer_freq": [0, 1, 1, 1], "n_routed_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": None, "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc", "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": None,
+        "moe_router_dtype": "bfloat16", "layernorm_epsilon": 1e-6, "num_nextn_predict_layers": 3, "image_token_id": 90,
+        "video_token_id": 91, "vision_start_token_id": 92, "vision_end_token_id": 93, "vision_model_type": "mimo_vl",
+        "vision_config": {"depth": 2}, "audio_config": {"group_size": 4}, "processor_config": {"audio_token_id": 94},
+    },
     "Laguna": SIZES | BOOKS | EXPERTS | {
         "architectures": ["LagunaForCausalLM"], "model_type": "laguna", "num_attention_heads_per_layer": [4, 6, 2, 4],
         "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"], "sliding_window": 9,
@@ -163,12 +200,10 @@ TARGETS: dict[str, dict[str, Any]] = {
 # What targets that are not loaded call themselves, where that is known.
 REFUSED_TARGETS: dict[str, tuple[str, ...]] = {
     "Nemotron 3 and 3.5": ("NemotronHForCausalLM",),
-    "GLM-5.3-Flash": ("Glm5NextForCausalLM", "Glm5NextForConditionalGeneration"),
     "Qwen3.8-Flash-Next": ("Qwen4ExpForConditionalGeneration",),
     "DeepSeek V4": ("DeepseekV4ForCausalLM",),
     "MiniMax-M3 and M3.1": (),
     "Kimi K3": (),
-    "MiMo-V2.5": ("MiMoV2FlashForCausalLM",),
     "Inkling": (),
     "Beam": (),
     "Alpamayo": (),
@@ -267,6 +302,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "z-lab DFlash 2": BACKBONE | ALL_SLIDING | {
         "architectures": ["DFlash2DraftModel"], "is_causal": False, "dflash_config": TAPS | KERNELS | SELECTOR | {"block_size": 4},
     },
+    "z-lab DFlash 2, mask in a pickle": BACKBONE | {
+        "architectures": ["DFlash2DraftModel"], "is_causal": False,
+        "dflash_config": TAPS | KERNELS | SELECTOR | {"block_size": 4},
+    },
     "z-lab DFlash 2, capped": BACKBONE | ALL_SLIDING | {
         "architectures": ["DFlash2DraftModel"], "is_causal": False, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
         "rope_theta": None,
@@ -318,6 +357,15 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "architectures": ["Lfm2DSparkDraftModel"], "block_size": 4, "num_target_layers": None, "rope_is_neox_style": False,
         "dflash_config": TAPS | {"num_target_layers": LAYERS},
     },
+    "MiMo": SIZES | BOOKS | {
+        "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+        "num_hidden_layers": 2, "v_head_dim": 16, "partial_rotary_factor": 0.5, "rope_theta": 1e4, "sliding_window": 9,
+        "block_size": 4, "num_target_layers": LAYERS, "torch_dtype": "bfloat16",
+        "dflash_config": TAPS | {
+            "block_size": 4, "num_anchors": 4096, "loss_decay_gamma": 7.0, "use_swa": True, "swa_window_size": 9,
+            "backbone_rotary_base": 5_000_000, "attention_value_scale": 0.612, "attention_sink_bias": True,
+        },
+    },
     "layers of Laguna": SIZES | {
         "architectures": ["DFlashLagunaForCausalLM"], "model_type": "laguna", "attention_bias": False, "hidden_act": "silu",
         "num_hidden_layers": 2, "layer_types": ["sliding_attention"] * 2, "sliding_window": 9, "rope_theta": 5e5,
@@ -340,4 +388,8 @@ REFUSED_LAYOUTS: dict[str, dict[str, Any]] = {
 # By layout: tensors that tell what a file's others are, or that it brings beside its layers.
 BROUGHT: dict[str, tuple[str, ...]] = {
     name: ("embed_tokens.weight", "lm_head.weight") for name in LAYOUTS if name.startswith("DeepSpec")
-} | {"layers of Laguna": ("aux_hidden_norms.0.weight", "layers.0.self_attn.qkv_proj.weight")}
+} | {
+    "layers of Laguna": ("aux_hidden_norms.0.weight", "layers.0.self_attn.qkv_proj.weight"),
+    "MiMo": ("mask_embedding",),
+    "z-lab DFlash 2, mask in a pickle": ("mask_embedding", "embed_tokens.weight", "lm_head.weight"),
+}

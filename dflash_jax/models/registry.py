@@ -47,6 +47,15 @@ from dflash_jax.models.gemma4 import (
     gemma4_parameters,
     gemma4_traits,
 )
+from dflash_jax.models.glm5_next import ARCHITECTURES as GLM5_NEXT_ARCHITECTURES
+from dflash_jax.models.glm5_next import MODEL_TYPES as GLM5_NEXT_TYPES
+from dflash_jax.models.glm5_next import (
+    Glm5Next,
+    Glm5NextConfig,
+    glm5_next_canonical,
+    glm5_next_parameters,
+    glm5_next_traits,
+)
 from dflash_jax.models.gpt_oss import (
     GptOss,
     GptOssConfig,
@@ -61,6 +70,9 @@ from dflash_jax.models.lfm2 import MODEL_TYPES as LFM2_TYPES
 from dflash_jax.models.lfm2 import Lfm2, Lfm2Config, lfm2_canonical, lfm2_parameters, lfm2_traits
 from dflash_jax.models.llama import Llama, LlamaConfig, llama_canonical, llama_parameters, llama_traits
 from dflash_jax.models.mellum import Mellum, MellumConfig, mellum_canonical, mellum_parameters, mellum_traits
+from dflash_jax.models.mimo_v2 import ARCHITECTURES as MIMO_V2_ARCHITECTURES
+from dflash_jax.models.mimo_v2 import MODEL_TYPES as MIMO_V2_TYPES
+from dflash_jax.models.mimo_v2 import MimoV2, MimoV2Config, mimo_v2_canonical, mimo_v2_parameters, mimo_v2_traits
 from dflash_jax.models.minimax_m2 import (
     MiniMaxM2,
     MiniMaxM2Config,
@@ -199,6 +211,15 @@ def _indexed(config: SparseDeepseekConfig) -> dict[str, Any]:
     return _latent(config) | index
 
 
+def _pooled(config: Glm5NextConfig) -> dict[str, Any]:
+    index = {
+        "index_width": config.index_row_width,
+        "index_layers": config.cached_layers,
+        "index_topk": config.index_topk,
+    }
+    return {"full_attention_layers": config.cached_layers, "streams": config.streams} | _latent(config) | index
+
+
 def _hybrid(config: Qwen35Config) -> dict[str, Any]:
     return {"full_attention_layers": config.cached_layers} | (_experts(config) if config.num_experts else {})
 
@@ -210,6 +231,15 @@ def _convolutional(config: Lfm2Config) -> dict[str, Any]:
 def _two_shapes(config: Gemma4Config) -> dict[str, Any]:
     full = {"full_attention_kv_heads": config.full_kv_heads, "full_attention_head_dim": config.full_head_dim}
     return full | (_experts(config) if config.num_experts else {})
+
+
+def _own_heads(config: LagunaConfig) -> dict[str, Any]:
+    return {"layer_heads": list(config.layer_heads)} | _experts(config)
+
+
+def _own_values(config: MimoV2Config) -> dict[str, Any]:
+    full = {"full_attention_kv_heads": config.full_kv_heads, "full_attention_head_dim": config.head_dim}
+    return full | {"value_dim": config.value_dim} | _experts(config)
 
 
 def _block(config: DFlashConfig) -> dict[str, Any]:
@@ -256,6 +286,10 @@ FAMILIES = (
         deepseek_canonical, traits=deepseek_traits, model_types=SPARSE_TYPES, surplus=is_mtp_tensor, facts=_indexed,
     ),
     Family(
+        "glm5_next", "target", GLM5_NEXT_ARCHITECTURES, Glm5NextConfig, Glm5Next, glm5_next_parameters, glm5_next_canonical,
+        traits=glm5_next_traits, model_types=GLM5_NEXT_TYPES, surplus=is_mtp_tensor, facts=_pooled,
+    ),
+    Family(
         "qwen3_5", "target", HYBRID_ARCHITECTURES, Qwen35Config, Qwen35, qwen35_parameters, qwen35_canonical,
         traits=qwen35_traits, model_types=HYBRID_TYPES, reads_names=True, facts=_hybrid, vision="qwen3_5_vision",
     ),
@@ -281,7 +315,11 @@ FAMILIES = (
     ),
     Family(
         "laguna", "target", ("LagunaForCausalLM",), LagunaConfig, Laguna, laguna_parameters, laguna_canonical,
-        traits=laguna_traits, facts=_experts,
+        traits=laguna_traits, facts=_own_heads,
+    ),
+    Family(
+        "mimo_v2", "target", MIMO_V2_ARCHITECTURES, MimoV2Config, MimoV2, mimo_v2_parameters, mimo_v2_canonical,
+        traits=mimo_v2_traits, model_types=MIMO_V2_TYPES, reads_names=True, facts=_own_values,
     ),
     Family(
         "dflash", "draft", DRAFT_ARCHITECTURES, DFlashConfig, DFlash, dflash_parameters, dflash_canonical,

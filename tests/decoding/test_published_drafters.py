@@ -17,7 +17,8 @@ from dflash_jax.checkpoints.pair import KNOWN_DRAFTERS
 from dflash_jax.errors import DFlashError
 from dflash_jax.models import family_of, to_huggingface
 
-from ..published_layouts import BROUGHT, LAYOUTS, REDUCED, REFUSED_LAYOUTS, REFUSED_TARGETS, TARGETS, VOCAB
+from ..published_layouts import BROUGHT, LAYOUTS, MASK, REDUCED, REFUSED_LAYOUTS, REFUSED_TARGETS, TARGETS, VOCAB
+from ..torch_files import mask_file
 
 ROOT = Path(__file__).parents[2]
 ROWS: list[dict[str, Any]] = json.loads((ROOT / "tests/data/published_drafters.json").read_text())
@@ -40,6 +41,8 @@ def write(folder: Path, file: dict[str, Any], own: tuple[str, ...], seed: int) -
     tensors = {name: np.ascontiguousarray(array) for name, array in to_huggingface(table, params).items()}
     if reduced:
         tensors["d2t"] = np.sort(rng.choice(VOCAB, REDUCED, replace=False)) - np.arange(REDUCED)
+    if (vector := tensors.pop("mask_embedding", None)) is not None:
+        mask_file(folder / "mask_embedding.pt", MASK, vector)
     save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(file))
     return folder
