@@ -19,7 +19,7 @@ from dflash_jax.engine.warmup import prompt_calls
 from dflash_jax.errors import CapacityError
 from dflash_jax.sampling_params import SamplingParams
 
-from ..hybrid_pair import conv_config, hybrid_config, hybrid_pair, pooled_config
+from ..hybrid_pair import conv_config, hybrid_config, hybrid_pair, kimi_config, pooled_config
 from ..random_pair import Pair, random_prompts
 
 SMALL = {"num_layers": 2, "windows": (None,) * 2, "full_layers": (1,)}
@@ -28,13 +28,17 @@ PLAIN = SamplingParams(max_tokens=8)
 PARAMS = SamplingParams(max_tokens=24, temperature=1.0, seed=3, logprobs=2)
 
 
+KDA = [pytest.param(kind, marks=pytest.mark.few) for kind in ("pooled", "kimi")]
 TARGETS = {
     "delta": hybrid_config(**SMALL), "conv": conv_config(**SMALL, num_dense_layers=1),
-    "pooled": pooled_config(**SMALL, num_dense_layers=1),
+    "pooled": pooled_config(**SMALL, num_dense_layers=1), "kimi": kimi_config(**SMALL, num_dense_layers=1),
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=["delta", "conv", pytest.param("pooled", marks=pytest.mark.few)])
+@pytest.fixture(
+    scope="module",
+    params=["delta", "conv", *KDA],
+)
 def shared(request) -> Pair:
     target = TARGETS[request.param]
     return hybrid_pair(
