@@ -11,6 +11,7 @@ from typing import Any, no_type_check
 import jax
 import jax.numpy as jnp
 from dflash_kernels import DeltaFactors, delta_fold
+from dflash_kernels.recurrent.mamba2 import Mamba2Factors, mamba2_fold
 from dflash_kernels.recurrent.short_conv import ConvFactors, conv_fold
 from jaxtyping import Array, Bool, Int
 
@@ -20,9 +21,9 @@ from dflash_jax.cache.pages import Pages
 from dflash_jax.cache.recurrent import State
 from dflash_jax.models.layers import Attention, Rotary
 
-type Factors = DeltaFactors | ConvFactors
-# Of one mixer that keeps a state, `models.delta_net.DeltaNet` or `models.short_conv.ShortConv`: the layer, its projection and its
-# state, to the output, the state after it and factors of its tokens.
+type Factors = DeltaFactors | Mamba2Factors | ConvFactors
+# Of one `models.layers.RecurrentMixer`: the layer, its projection and its state, to the output, the state after it and factors of
+# its tokens.
 type Mix = Callable[[Any, Array, State], tuple[Array, State, Factors | None]]
 
 
@@ -140,5 +141,6 @@ def folded(
 
 
 def _folded(state: Any, factors: Factors, counts: Int[Array, "B"]) -> State:
-    fold: Any = conv_fold if isinstance(factors, ConvFactors) else delta_fold
-    return fold(state, factors, counts)
+    if isinstance(factors, Mamba2Factors):
+        return mamba2_fold(state, factors, counts)
+    return conv_fold(state, factors, counts) if isinstance(factors, ConvFactors) else delta_fold(state, factors, counts)

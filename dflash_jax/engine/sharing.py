@@ -87,6 +87,8 @@ def _refusals(config: DecoderConfig, ranks: int) -> Iterator[str]:
     traits = layer_traits(config)
     if traits.short_conv:
         yield "short convolutions are not shared"
+    if traits.mamba2:
+        yield "layers of Mamba 2 are not shared"
     if traits.normed_together and traits.kv_heads % ranks:
         yield f"{traits.kv_heads} key heads, which are normed together, are no multiple of {ranks}"
     for heads in ("linear_key_heads", "linear_value_heads"):

@@ -15,6 +15,7 @@ from golden import (
     gpt_oss_oracle,
     lfm2_oracle,
     llama_oracle,
+    nemotron_h_oracle,
     mellum_oracle,
     minimax_m2_oracle,
     mistral4_oracle,
@@ -39,6 +40,7 @@ def main() -> None:
         "dflash",
         "vision",
         "lfm2",
+        "nemotron_h",
         "all",
     )
     parser.add_argument("family", nargs="?", choices=families, default="all")
@@ -65,6 +67,8 @@ def main() -> None:
         sizes |= vision_oracle.write_all()
     if family in ("lfm2", "muse_glimmer", "mellum", "minimax_m2", "mistral4", "all"):
         sizes |= lfm2_oracle.write_all()
+    if family in ("nemotron_h", "all"):
+        sizes |= nemotron_h_oracle.write_all()
     if family in ("muse_glimmer", "mellum", "minimax_m2", "mistral4", "all"):
         sizes |= muse_glimmer_oracle.write_all()
     if family in ("mellum", "all"):
