@@ -1,4 +1,4 @@
-"""Small random hybrid pairs: gated delta nets beside gated attention, in every arrangement of heads, short convolutions, Mamba 2."""
+"""Small random hybrid pairs: gated delta nets beside gated attention in every arrangement of heads, short convolutions, Mamba 2."""
 
 from dataclasses import replace
 

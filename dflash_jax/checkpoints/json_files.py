@@ -69,7 +69,9 @@ def parse(raw: bytes, *, constants: bool = False) -> Any:
     """
     try:
         value = json.loads(
-            raw.decode("utf-8"), object_pairs_hook=_unique, parse_float=_finite,
+            raw.decode("utf-8"),
+            object_pairs_hook=_unique,
+            parse_float=_finite,
             parse_constant=_tagged if constants else _no_constant,
         )
     except RecursionError:

@@ -66,8 +66,8 @@ _NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     "mamba_ssm_cache_dtype": (None, "float32"), "mlp_hidden_act": (None, "relu2"), "residual_in_fp32": (None, False),
     "rope_scaling": (None,), "sliding_window": (None,), "tie_word_embeddings": (None, False), "use_conv_bias": (None, True),
 }  # fmt: skip
-_EXPERT_KEYS = """moe_intermediate_size moe_latent_size moe_router_dtype moe_shared_expert_intermediate_size n_group n_routed_experts
-    n_shared_experts norm_topk_prob num_experts_per_tok routed_scaling_factor topk_group""".split()
+_EXPERT_KEYS = """moe_intermediate_size moe_latent_size moe_router_dtype moe_shared_expert_intermediate_size n_group
+    n_routed_experts n_shared_experts norm_topk_prob num_experts_per_tok routed_scaling_factor topk_group""".split()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,9 +158,17 @@ class NemotronHConfig(DecoderConfig):
 def _agree(keys: KeyReader, beside: Mapping[str, Any]) -> None:
     """Raises ConfigError where a vision-language file says of its text model one thing inside and another beside; whatever else it
     has beside is of its towers."""
-    twice = {key for key in keys.read | _NEUTRAL_VALUES.keys() if key in beside and key not in ("vision_config", "audio_config")}
+    twice = {
+        key
+        for key in keys.read | _NEUTRAL_VALUES.keys()
+        if key in beside and key not in ("vision_config", "audio_config")
+    }
     for key in sorted(twice):
-        if beside[key] is not None and beside[key] != keys.values.get(key) and beside[key] not in _NEUTRAL_VALUES.get(key, ()):
+        if (
+            beside[key] is not None
+            and beside[key] != keys.values.get(key)
+            and beside[key] not in _NEUTRAL_VALUES.get(key, ())
+        ):
             raise ConfigError(
                 f"{keys.subject} says {key}={shown(keys.values.get(key))}, and beside it stands {shown(beside[key])}; keep one"
             )
@@ -185,13 +193,16 @@ def _kinds(keys: KeyReader) -> tuple[str, ...]:
     known = tuple(_KIND_OF_SIGN.values())
     if unknown := [kind for kind in kinds if kind not in known]:
         raise ConfigError(
-            f"{keys.subject}: {name} must list {', '.join(known)}, or {' '.join(_KIND_OF_SIGN)} in a pattern, got {shown(unknown[0])}"
+            f"{keys.subject}: {name} must list {', '.join(known)}, or {' '.join(_KIND_OF_SIGN)} in a pattern, got "
+            f"{shown(unknown[0])}"
         )
     if (layers := keys.integer("num_hidden_layers", len(kinds))) != len(kinds):
         raise ConfigError(f"{keys.subject}: num_hidden_layers={layers}, but {name} tells the kinds of {len(kinds)}")
     for kind in (MAMBA, ATTENTION):
         if kind not in kinds:
-            raise ConfigError(f"{keys.subject}: no layer of {name} is {kind}; expected one at least, as every release has")
+            raise ConfigError(
+                f"{keys.subject}: no layer of {name} is {kind}; expected one at least, as every release has"
+            )
     return kinds
 
 
@@ -261,7 +272,9 @@ def _limits(keys: KeyReader) -> tuple[float, float]:
         greatest = min(places.number("greatest"), _UNBOUNDED)
     least = places.number("least")
     if not 0 <= least <= greatest:
-        raise ConfigError(f"{keys.subject}: time_step_limit must be two numbers of at least 0 in order, got {shown(limits)}")
+        raise ConfigError(
+            f"{keys.subject}: time_step_limit must be two numbers of at least 0 in order, got {shown(limits)}"
+        )
     return least, greatest
 
 
@@ -269,10 +282,15 @@ def _experts(keys: KeyReader) -> dict[str, Any]:
     """The fields of the mixture of experts."""
     experts, taken = keys.integer("n_routed_experts", 8), keys.integer("num_experts_per_tok", 2)
     groups, of_token = keys.integer("n_group", 1), keys.integer("topk_group", 1)
-    if experts % groups or of_token > groups or taken > experts // groups * of_token or (groups > 1 and experts == groups):
+    if (
+        experts % groups
+        or of_token > groups
+        or taken > experts // groups * of_token
+        or (groups > 1 and experts == groups)
+    ):
         raise ConfigError(
-            f"{keys.subject}: a token cannot take num_experts_per_tok={taken} of n_routed_experts={experts} in topk_group={of_token} "
-            f"of n_group={groups} groups, each of two at least where there are several"
+            f"{keys.subject}: a token cannot take num_experts_per_tok={taken} of n_routed_experts={experts} in "
+            f"topk_group={of_token} of n_group={groups} groups, each of two at least where there are several"
         )
     if (shared := keys.integer("n_shared_experts", 1)) != 1:
         raise ConfigError(f"{keys.subject}: n_shared_experts must be 1, as every release has, got {shared}")
@@ -314,7 +332,11 @@ class NemotronHLayer(nnx.Module):
 
 
 def _feed_forward(config: NemotronHConfig, index: int) -> nnx.Module:
-    return UngatedMoE(config) if index in config.expert_layers else UngatedMLP(config.hidden_size, config.intermediate_size)
+    return (
+        UngatedMoE(config)
+        if index in config.expert_layers
+        else UngatedMLP(config.hidden_size, config.intermediate_size)
+    )
 
 
 class NemotronH(Decoder):

@@ -86,7 +86,13 @@ from dflash_jax.models.muse_glimmer import (
     muse_glimmer_traits,
 )
 from dflash_jax.models.nemotron_h import ARCHITECTURES as NEMOTRON_ARCHITECTURES
-from dflash_jax.models.nemotron_h import NemotronH, NemotronHConfig, nemotron_h_canonical, nemotron_h_parameters, nemotron_h_traits
+from dflash_jax.models.nemotron_h import (
+    NemotronH,
+    NemotronHConfig,
+    nemotron_h_canonical,
+    nemotron_h_parameters,
+    nemotron_h_traits,
+)
 from dflash_jax.models.parameters import Parameter
 from dflash_jax.models.qwen2 import Qwen2, Qwen2Config, qwen2_canonical, qwen2_parameters, qwen2_traits
 from dflash_jax.models.qwen3 import Qwen3, qwen3_canonical, qwen3_parameters

@@ -197,7 +197,9 @@ def test_states_after_every_number_of_accepted_tokens(config) -> None:
         chosen.append(np.asarray(single)[:, 0])
         at[place + 1] = states
     for slot, count in enumerate(counts[:-1]):
-        np.testing.assert_allclose(np.asarray(logits)[slot, :count], np.array(chosen)[:count, slot], atol=2e-5, rtol=2e-5)
+        np.testing.assert_allclose(
+            np.asarray(logits)[slot, :count], np.array(chosen)[:count, slot], atol=2e-5, rtol=2e-5
+        )
         np.testing.assert_allclose(np.asarray(following)[slot, 0], chosen[count][slot], atol=2e-5, rtol=2e-5)
         for ours, theirs in zip(jax.tree.leaves(wide), jax.tree.leaves(at[count]), strict=True):
             largest = np.abs(theirs[slot]).max()

@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
 import dflash_jax as dj
 from dflash_jax.checkpoints.pair import KNOWN_DRAFTERS
 from dflash_jax.errors import DFlashError
 from dflash_jax.models import family_of, to_huggingface
 
-from ..published_layouts import LAYOUTS, OWN_BOTH, REDUCED, REFUSED_LAYOUTS, REFUSED_TARGETS, TARGETS, VOCAB
+from ..published_layouts import LAYOUTS, OWN, REDUCED, REFUSED_LAYOUTS, REFUSED_TARGETS, TARGETS, VOCAB
+from ..quantized_folders import nvfp4_of_modelopt, released, save
 
 ROOT = Path(__file__).parents[2]
 ROWS: list[dict[str, Any]] = json.loads((ROOT / "tests/data/published_drafters.json").read_text())
@@ -32,15 +32,21 @@ def write(folder: Path, file: dict[str, Any], own: tuple[str, ...], seed: int) -
     """A Hugging Face folder with random weights; `own`: tensors that a drafter brings beside its layers."""
     folder.mkdir(parents=True)
     rng, family = np.random.default_rng(seed), family_of(file)
-    reduced = file.get("draft_vocab_size", VOCAB) < VOCAB
+    reduced = (file.get("draft_vocab_size") or VOCAB) < VOCAB
     names = (*own, "lm_head.weight", "d2t") if reduced else own
     arguments = (names,) if family.role == "draft" else ()
-    table = [row for row in family.parameters(family.config(file, *arguments)) if row.name != "d2t"]
+    plain = {key: value for key, value in file.items() if key != "quantization_config"}
+    table = [row for row in family.parameters(family.config(plain, *arguments)) if row.name != "d2t"]
     params = {row.name: (rng.normal(size=row.shape) * 0.3).astype(np.float32) for row in table}
     tensors = {name: np.ascontiguousarray(array) for name, array in to_huggingface(table, params).items()}
     if reduced:
         tensors["d2t"] = np.sort(rng.choice(VOCAB, REDUCED, replace=False)) - np.arange(REDUCED)
-    save_file(tensors, folder / "model.safetensors")
+    if (release := file.get("quantization_config")) is not None:
+        left = [pattern.strip("*") for pattern in release["ignore"]]
+        tensors, _ = released(
+            tensors, nvfp4_of_modelopt, lambda name, tensor: tensor.ndim == 2 and not any(part in name for part in left)
+        )
+    save(folder / "model.safetensors", tensors)
     (folder / "config.json").write_text(json.dumps(file))
     return folder
 
@@ -65,10 +71,11 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, l
 def test_it_drafts_what_its_target_says(
     tmp_path: Path, targets: dict[str, tuple[Path, list[int]]], family: str, layout: str
 ) -> None:
-    own = ("embed_tokens.weight", "lm_head.weight") if layout in OWN_BOTH else ()
     target, alone = targets[family]
     drafted = dj.generate(
-        dj.load(target, draft=write(tmp_path / "draft", LAYOUTS[layout], own, 1), **SMALL), PROMPT, GREEDY
+        dj.load(target, draft=write(tmp_path / "draft", LAYOUTS[layout], OWN.get(layout, ()), 1), **SMALL),
+        PROMPT,
+        GREEDY,
     )
     assert drafted.token_ids == alone
 

@@ -75,10 +75,13 @@ def close(ours, true: np.ndarray) -> None:
     np.testing.assert_allclose(ours, true, atol=2e-5, rtol=2e-5)
 
 
+@pytest.mark.few("groups")
 @pytest.mark.parametrize("shape", SHAPES, ids=["groups", "limits"])
 def test_a_block_and_the_state_after_any_of_its_tokens(shape: Mamba2Shape) -> None:
     projected, weights, before = jax.tree.map(jnp.asarray, drawn(shape, 7, 6))
-    out, factors = jax.jit(mamba2_verify, static_argnames=("shape", "eps"))(projected, weights, before, shape=shape, eps=EPS)
+    out, factors = jax.jit(mamba2_verify, static_argnames=("shape", "eps"))(
+        projected, weights, before, shape=shape, eps=EPS
+    )
     counts = np.arange(7, dtype=np.int32)
     # Tokens past the count may hold anything.
     dead = np.arange(6) >= counts[:, None]
@@ -112,6 +115,7 @@ def test_single_steps_of_slots_that_are_live() -> None:
         np.testing.assert_array_equal(kept[1], was[1])
 
 
+@pytest.mark.few("limits")
 @pytest.mark.parametrize("shape", SHAPES, ids=["groups", "limits"])
 def test_prompts_in_pieces(shape: Mamba2Shape) -> None:
     """Three pieces of one prompt, the last one shorter than the convolution; a prompt that goes on from its slot; one of a token
@@ -150,8 +154,14 @@ def test_the_model_s_dtype() -> None:
     weights = jax.tree.map(jnp.asarray, weights)
     weights = weights._replace(conv=weights.conv.astype(small), conv_bias=weights.conv_bias.astype(small))
     state = Mamba2State(jnp.asarray(state.s), jnp.asarray(state.rows, small))
-    out, factors = mamba2_verify(jnp.asarray(projected, small), weights, state, shape, eps=EPS)
-    assert (out.dtype, factors.rows.dtype, factors.x.dtype, factors.decay.dtype) == (small, small, jnp.float32, jnp.float32)
+    verify = jax.jit(mamba2_verify, static_argnames=("shape", "eps"))
+    out, factors = verify(jnp.asarray(projected, small), weights, state, shape=shape, eps=EPS)
+    assert (out.dtype, factors.rows.dtype, factors.x.dtype, factors.decay.dtype) == (
+        small,
+        small,
+        jnp.float32,
+        jnp.float32,
+    )
     true, states, _ = oracle(jnp.asarray(projected, small)[0], weights, slot_of(state, 0), shape)
     np.testing.assert_allclose(np.asarray(out[0], np.float32), true, atol=0.05)
     after = mamba2_fold(state, factors, jnp.array([6, 0]))

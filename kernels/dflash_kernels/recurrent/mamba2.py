@@ -67,7 +67,7 @@ class Mamba2Weights(NamedTuple):
     a_log: Float[Array, "H"]
     dt_bias: Float[Array, "H"]
     d: Float[Array, "H"]
-    norm: Float[Array, "I"]
+    norm: Float[Array, "D"]
 
 
 class Mamba2State(NamedTuple):
@@ -91,7 +91,7 @@ class Mamba2Factors(NamedTuple):
 class _Tokens(NamedTuple):
     """Tokens after the convolution, in float32; heads are `[G, H / G]`, r of each group."""
 
-    z: Float[Array, "*n I"]
+    z: Float[Array, "*n D"]
     x: Float[Array, "*n G r P"]
     b: Float[Array, "*n G N"]
     c: Float[Array, "*n G N"]
@@ -101,7 +101,7 @@ class _Tokens(NamedTuple):
 
 def mamba2_verify(
     projected: Float[Array, "B T W"], weights: Mamba2Weights, state: Mamba2State, shape: Mamba2Shape, *, eps: float
-) -> tuple[Float[Array, "B T I"], Mamba2Factors]:
+) -> tuple[Float[Array, "B T D"], Mamba2Factors]:
     """T tokens of each slot from its state, which is read once and stays as it is. A token depends on none after it.
 
     Args:
@@ -146,7 +146,7 @@ def mamba2_step(
     shape: Mamba2Shape,
     *,
     eps: float,
-) -> tuple[Float[Array, "B 1 I"], Mamba2State]:
+) -> tuple[Float[Array, "B 1 D"], Mamba2State]:
     """One token of each slot, and the states after it; slots that are not live keep theirs, bit for bit."""
     out, factors = mamba2_verify(projected, weights, state, shape, eps=eps)
     return out, mamba2_fold(state, factors, live.astype(jnp.int32))
@@ -163,7 +163,7 @@ def mamba2_prefill(
     follows: Bool[Array, "n"],
     fresh: Bool[Array, "n"],
     lengths: Int[Array, "n"],
-) -> tuple[Float[Array, "n L I"], Mamba2State]:
+) -> tuple[Float[Array, "n L D"], Mamba2State]:
     """Prompts: n rows of up to L tokens, some of them pieces of one prompt in order; arguments are those of `delta_prefill`."""
     length, there = projected.shape[1], state.s.shape[0]
     of_rows = {"slots": slots, "follows": follows, "fresh": fresh, "lengths": lengths}
@@ -205,7 +205,7 @@ def mamba2_prefill(
 
 def mamba2_reference(
     projected: Float[Array, "B T W"], weights: Mamba2Weights, state: Mamba2State, shape: Mamba2Shape, *, eps: float
-) -> tuple[Float[Array, "B T I"], Mamba2State]:
+) -> tuple[Float[Array, "B T D"], Mamba2State]:
     """The definition, token after token: outputs, and the states after the last one."""
     raw = projected[..., shape.inner : shape.inner + shape.channels]
     rows = jnp.concatenate([state.rows, raw], axis=1)
@@ -240,7 +240,12 @@ def _tokens(
     dt = dt.reshape(of_groups)
     rate = -jnp.exp(weights.a_log.astype(jnp.float32)).reshape(shape.groups, -1)
     return _Tokens(
-        z.astype(jnp.float32), x.reshape(*dt.shape, shape.head_dim), b.reshape(of_groups), c.reshape(of_groups), dt, dt * rate
+        z.astype(jnp.float32),
+        x.reshape(*dt.shape, shape.head_dim),
+        b.reshape(of_groups),
+        c.reshape(of_groups),
+        dt,
+        dt * rate,
     )
 
 
@@ -256,7 +261,7 @@ def _within(b: Array, c: Array, x: Array, cum: Array) -> Array:
 
 def _out(
     y: Array, tokens: _Tokens, weights: Mamba2Weights, shape: Mamba2Shape, eps: float, dtype: jnp.dtype
-) -> Float[Array, "n T I"]:
+) -> Float[Array, "n T D"]:
     """Outputs: the skip, the gate, then the norm of each group's columns."""
     y = y + tokens.x * weights.d.astype(jnp.float32).reshape(shape.groups, -1, 1)
     gated = y.reshape(tokens.z.shape) * jax.nn.silu(tokens.z)
