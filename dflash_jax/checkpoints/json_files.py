@@ -23,12 +23,12 @@ _SHOWN = 20
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
-def read_object(path: Path, most: int = MAX_JSON_BYTES, *, constants: bool = False) -> dict[str, Any]:
+def read_object(path: Path, most: int = MAX_JSON_BYTES, *, infinity: bool = False) -> dict[str, Any]:
     """A JSON object from a file.
 
     Args:
       most: bytes that the file may have.
-      constants: see `parse`.
+      infinity: see `parse`.
 
     Raises:
       ValueError: the file is missing, too large, unreadable or holds something else; the sentence begins with the file's name and
@@ -46,7 +46,7 @@ def read_object(path: Path, most: int = MAX_JSON_BYTES, *, constants: bool = Fal
     except OSError as error:
         raise ValueError(f"{name} cannot be read ({error.strerror or error}); fetch the file again") from error
     try:
-        value = parse(raw, constants=constants)
+        value = parse(raw, infinity=infinity)
     except ValueError as error:
         raise ValueError(f"{name} is not usable: {error}; fetch the file again") from error
     if not isinstance(value, dict):
@@ -54,14 +54,14 @@ def read_object(path: Path, most: int = MAX_JSON_BYTES, *, constants: bool = Fal
     return value
 
 
-def parse(raw: bytes, *, constants: bool = False) -> Any:
+def parse(raw: bytes, *, infinity: bool = False) -> Any:
     """Parsed JSON (RFC 8259) in which no object names a key twice: two readers could disagree on which of the values counts.
 
     Integers are of any size, as in `model_max_length`; whoever uses one bounds it.
 
     Args:
-      constants: whether NaN and Infinity, which are no JSON but which Python writes, are read as the objects that transformers
-        writes for them: `{"__float__": "Infinity"}`.
+      infinity: whether Infinity, which is no JSON but which Python writes, is read as the object that transformers writes for it,
+        `{"__float__": "Infinity"}`.
 
     Raises:
       ValueError: not UTF-8, not JSON, nested more than `MAX_DEPTH` deep, a key that appears twice, a number beyond a double's range
@@ -72,7 +72,7 @@ def parse(raw: bytes, *, constants: bool = False) -> Any:
             raw.decode("utf-8"),
             object_pairs_hook=_unique,
             parse_float=_finite,
-            parse_constant=_tagged if constants else _no_constant,
+            parse_constant=_infinity if infinity else _no_constant,
         )
     except RecursionError:
         raise _too_deep() from None
@@ -103,8 +103,8 @@ def _no_constant(text: str) -> float:
     raise ValueError(f"{text} is no JSON number")
 
 
-def _tagged(text: str) -> dict[str, str]:
-    return {"__float__": text}
+def _infinity(text: str) -> Any:
+    return {"__float__": text} if text == "Infinity" else _no_constant(text)
 
 
 def _walk(value: Any) -> Iterator[tuple[str | None, Any]]:
