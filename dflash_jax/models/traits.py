@@ -78,6 +78,9 @@ class LayerTraits:
       short_conv: whether some layers have a short convolution in attention's place.
       mamba2: whether layers have a mixer or a feed-forward and not both, and some mixers are Mamba 2.
       normed_together: whether queries, and keys, are normed over all heads at once, before attention is asked.
+      streams: residual streams, which sublayers mix where there are several.
+      uneven_heads: whether heads are gated one by one, differ in number from layer to layer, or have values of another size than
+        keys, which no fused runner does.
       feed_forward: "dense", "moe", or "mixed" where some layers have experts and others a dense one, or all have both.
       activation: of the feed-forwards' gate, or of what stands in its place.
       experts: of the layers that have such.
@@ -109,6 +112,8 @@ class LayerTraits:
     short_conv: bool = False
     mamba2: bool = False
     normed_together: bool = False
+    streams: int = 1
+    uneven_heads: bool = False
 
     @property
     def heads_width(self) -> int:

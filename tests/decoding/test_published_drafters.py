@@ -16,7 +16,7 @@ from dflash_jax.checkpoints.pair import KNOWN_DRAFTERS
 from dflash_jax.errors import DFlashError
 from dflash_jax.models import family_of, to_huggingface
 
-from ..published_layouts import LAYOUTS, OWN, REDUCED, REFUSED_LAYOUTS, REFUSED_TARGETS, TARGETS, VOCAB
+from ..published_layouts import BROUGHT, LAYOUTS, REDUCED, REFUSED_LAYOUTS, REFUSED_TARGETS, TARGETS, VOCAB
 from ..quantized_folders import nvfp4_of_modelopt, released, save
 
 ROOT = Path(__file__).parents[2]
@@ -34,7 +34,7 @@ def write(folder: Path, file: dict[str, Any], own: tuple[str, ...], seed: int) -
     rng, family = np.random.default_rng(seed), family_of(file)
     reduced = (file.get("draft_vocab_size") or VOCAB) < VOCAB
     names = (*own, "lm_head.weight", "d2t") if reduced else own
-    arguments = (names,) if family.role == "draft" else ()
+    arguments: Any = (names,) if family.role == "draft" else ()
     plain = {key: value for key, value in file.items() if key != "quantization_config"}
     table = [row for row in family.parameters(family.config(plain, *arguments)) if row.name != "d2t"]
     params = {row.name: (rng.normal(size=row.shape) * 0.3).astype(np.float32) for row in table}
@@ -73,7 +73,7 @@ def test_it_drafts_what_its_target_says(
 ) -> None:
     target, alone = targets[family]
     drafted = dj.generate(
-        dj.load(target, draft=write(tmp_path / "draft", LAYOUTS[layout], OWN.get(layout, ()), 1), **SMALL),
+        dj.load(target, draft=write(tmp_path / "draft", LAYOUTS[layout], BROUGHT.get(layout, ()), 1), **SMALL),
         PROMPT,
         GREEDY,
     )
