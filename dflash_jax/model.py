@@ -159,7 +159,8 @@ class Model:
           progress: show a bar.
 
         Raises:
-          ParameterError: something that is no list, an unknown mode, or a number of slots outside 1 to max_batch.
+          ParameterError: something that is no list, an unknown mode, a number of slots outside 1 to max_batch, or drafting alone
+            where there is no drafter.
           CapacityError: the device's memory ran out.
         """
         started, modes, draft = time.perf_counter(), _items("modes", modes), _items("draft", draft)
@@ -173,6 +174,10 @@ class Model:
                 f"batch must hold integers from 1 to max_batch, which is {self.engine.max_batch}, got {wrong}"
             )
         drafts = [bool(flag) for flag in draft if self.draft is not None or not flag]
+        if draft and not drafts:
+            raise ParameterError(
+                f"draft must hold False for {self.name}, which was loaded without a drafter, got {draft}"
+            )
         # What changes logits has a program for those who do not sample.
         setups = dict.fromkeys(
             self.engine.setup(mode=mode, draft=flag, sampling=sampling)

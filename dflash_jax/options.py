@@ -216,8 +216,8 @@ class LoadOptions:
     """Options of `load` beside the path. Scalars of numpy or JAX count as the numbers that they are.
 
     Attributes:
-      draft: a drafter's path or id. None takes the one beside the target (a `draft` folder in it) or the published one for a
-        hub id, where there is one; True insists on that; False loads none.
+      draft: a drafter's path or id. None takes the one beside the target (a folder `draft` or `dflash` in it) or the published
+        one for a hub id, where there is one; True insists on that; False loads none.
       dtype: of weights, activations and pages; None keeps the checkpoint's on GPUs and is float32 on CPUs.
       max_model_len: prompt and produced tokens of one request at most; None is the model's own limit, at most 4096.
       max_batch: requests that run side by side, no more than are expected: it also decides the layout of weights on Hopper

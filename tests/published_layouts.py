@@ -191,6 +191,21 @@ TARGETS: dict[str, dict[str, Any]] = {
             },
         },
     ),
+    "MiMo-V2.5": SIZES | BOOKS | {
+        "architectures": ["MiMoV2ForCausalLM"], "model_type": "mimo_v2",
+        "auto_map": {"AutoConfig": "configuration_mimo_v2.MiMoV2Config"}, "num_key_value_heads": 1, "head_dim": 12, "v_head_dim": 8,
+        "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 12, "swa_v_head_dim": 8,
+        "partial_rotary_factor": 0.334, "rope_theta": 5e6, "swa_rope_theta": 1e4,
+        "rope_parameters": {"partial_rotary_factor": 0.334, "rope_theta": 5e6, "rope_type": "default", "type": "default"},
+        "attention_value_scale": 0.612, "attention_projection_layout": "fused_qkv", "attention_chunk_size": 9,
+        "add_full_attention_sink_bias": False, "add_swa_attention_sink_bias": True, "sliding_window": 9, "sliding_window_size": 9,
+        "hybrid_block_size": None, "hybrid_layer_pattern": [0, 1, 1, 0], "moe_layer_freq": [0, 1, 1, 1], "n_routed_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": None, "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc", "n_group": 1, "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": None,
+        "moe_router_dtype": "bfloat16", "layernorm_epsilon": 1e-6, "num_nextn_predict_layers": 3, "image_token_id": 90,
+        "video_token_id": 91, "vision_start_token_id": 92, "vision_end_token_id": 93, "vision_model_type": "mimo_vl",
+        "vision_config": {"depth": 2}, "audio_config": {"group_size": 4}, "processor_config": {"audio_token_id": 94},
+    },
     "Laguna": SIZES | BOOKS | EXPERTS | {
         "architectures": ["LagunaForCausalLM"], "model_type": "laguna", "num_attention_heads_per_layer": [4, 6, 2, 4],
         "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"], "sliding_window": 9,
@@ -214,7 +229,6 @@ REFUSED_TARGETS: dict[str, tuple[str, ...]] = {
     "DeepSeek V4": ("DeepseekV4ForCausalLM",),
     "MiniMax-M3 and M3.1": (),
     "Kimi K3": (),
-    "MiMo-V2.5": ("MiMoV2FlashForCausalLM",),
     "Inkling": (),
     "Beam": (),
     "Alpamayo": (),
@@ -342,6 +356,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "z-lab DFlash 2": BACKBONE | ALL_SLIDING | {
         "architectures": ["DFlash2DraftModel"], "is_causal": False, "dflash_config": TAPS | KERNELS | SELECTOR | {"block_size": 4},
     },
+    "z-lab DFlash 2, mask in a pickle": BACKBONE | {
+        "architectures": ["DFlash2DraftModel"], "is_causal": False,
+        "dflash_config": TAPS | KERNELS | SELECTOR | {"block_size": 4},
+    },
     "z-lab DFlash 2, capped": BACKBONE | ALL_SLIDING | {
         "architectures": ["DFlash2DraftModel"], "is_causal": False, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5},
         "rope_theta": None,
@@ -399,6 +417,15 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "LiLiCorr": BACKBONE | {
         "architectures": ["LiLiCorrDraftModel"], "dflash_config": TAPS | LILICORR | {"block_size": 4},
     },
+    "MiMo": SIZES | BOOKS | {
+        "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+        "num_hidden_layers": 2, "v_head_dim": 16, "partial_rotary_factor": 0.5, "rope_theta": 1e4, "sliding_window": 9,
+        "block_size": 4, "num_target_layers": LAYERS, "torch_dtype": "bfloat16",
+        "dflash_config": TAPS | {
+            "block_size": 4, "num_anchors": 4096, "loss_decay_gamma": 7.0, "use_swa": True, "swa_window_size": 9,
+            "backbone_rotary_base": 5_000_000, "attention_value_scale": 0.612, "attention_sink_bias": True,
+        },
+    },
     "layers of Laguna": SIZES | {
         "architectures": ["DFlashLagunaForCausalLM"], "model_type": "laguna", "attention_bias": False, "hidden_act": "silu",
         "num_hidden_layers": 2, "layer_types": ["sliding_attention"] * 2, "sliding_window": 9, "rope_theta": 5e5,
@@ -423,4 +450,6 @@ BROUGHT: dict[str, tuple[str, ...]] = {
     **{name: ("embed_tokens.weight",) for name in LAYOUTS if name.startswith("NVIDIA")},
     **{name: ("embed_tokens.weight", "lm_head.weight") for name in LAYOUTS if name.startswith("DeepSpec")},
     "layers of Laguna": ("aux_hidden_norms.0.weight", "layers.0.self_attn.qkv_proj.weight"),
+    "MiMo": ("mask_embedding",),
+    "z-lab DFlash 2, mask in a pickle": ("mask_embedding", "embed_tokens.weight", "lm_head.weight"),
 }

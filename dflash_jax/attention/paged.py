@@ -114,7 +114,8 @@ class PagedAttend:
             return self._over_ranks(layer, qkv, rotary, cache)
         parts = self._parts(layer)
         # Parts dealt out by lengths are worth more than a launch where lengths may differ much.
-        if self.schedule is None and parts is None and self._at_once(layer, qkv, rotary, k):
+        alike = k.shape == v.shape  # values may be smaller than keys
+        if alike and self.schedule is None and parts is None and self._at_once(layer, qkv, rotary, k):
             out, k, v = qkv_attention(
                 k, v, rows, table, self.seq_lens, self.q_lens, cos, sin, causal=layer.causal,
                 scale=layer.scale, **norms,

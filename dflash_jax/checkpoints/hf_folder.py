@@ -1,7 +1,8 @@
 """A Hugging Face model folder as files: which tensors it holds and where, and whether it may be trusted that far.
 
-Only data is opened: config.json, the index and safetensors files. Every path is a plain name inside the folder; a link may leave it
-only for the blobs of the hub cache that the folder is a snapshot of.
+Only data is opened: config.json, the index and safetensors files, and of `mask_embedding.pt` one vector (`mask_file`). Every path
+is a plain name inside the folder; a link may leave it only for the blobs of the hub cache that the folder is a snapshot of, or a
+part of one.
 """
 
 from collections import defaultdict
@@ -10,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from dflash_jax.checkpoints.json_files import read_object
+from dflash_jax.checkpoints.mask_file import FILE as MASK_FILE
+from dflash_jax.checkpoints.mask_file import NAME as MASK
+from dflash_jax.checkpoints.mask_file import read_mask
 from dflash_jax.checkpoints.safetensors import Tensor, read_header
 from dflash_jax.errors import CheckpointError
 
@@ -91,17 +95,39 @@ def read_folder(path: str | Path) -> HuggingFaceFolder:
             result.problems.append(problem)
     if code := [name for name in names if name.endswith(".py")]:
         result.notices.append(f"Python files are never executed; left alone: {', '.join(code)}")
-    if (folder / "mask_embedding.pt").exists():
-        result.problems.append(
-            "mask_embedding.pt holds a weight in a pickle, which is never opened; save that tensor as `mask_embedding` "
-            "in the safetensors file and remove the .pt file"
-        )
     # Where both are there, transformers reads the one file.
     if INDEX in names and SINGLE not in names:
         _read_shards(result, names)
     else:
         _read_single(result, names)
+    if MASK_FILE in names:
+        _read_mask(result)
     return result
+
+
+def _read_mask(result: HuggingFaceFolder) -> None:
+    """The vector of a drafter's mask that lies beside its safetensors."""
+    problem = (
+        _leaves(result.folder, MASK_FILE) if (result.folder / MASK_FILE).exists() else _lost(result.folder, MASK_FILE)
+    )
+    if MASK in result.tensors or f"{MASK}.weight" in result.tensors:
+        result.notices.append(f"{MASK_FILE} is left alone: the safetensors hold {MASK}")
+        return
+    if problem is None:
+        try:
+            tensor, token = read_mask(result.folder / MASK_FILE)
+        except ValueError as error:
+            problem = str(error)
+        else:
+            nested = result.config.get("dflash_config")
+            places = [*([nested] if isinstance(nested, dict) else []), result.config]
+            said = next((one["mask_token_id"] for one in places if one.get("mask_token_id") is not None), token)
+            if token not in (None, said):
+                problem = f"{MASK_FILE} is of token {token}, config.json says mask_token_id={said}; fetch both from one release"
+            else:
+                result.tensors[MASK] = tensor
+    if problem is not None:
+        result.problems.append(problem)
 
 
 def _read_config(result: HuggingFaceFolder) -> dict[str, Any]:
@@ -136,8 +162,9 @@ def _leaves(folder: Path, name: str) -> str | None:
     """The problem with a file that is reached through a link out of the folder, None when it stays inside."""
     root, target = folder.resolve(), (folder / name).resolve()
     permitted = [root]
-    if root.parent.name == "snapshots":
-        permitted.append((root.parent.parent / "blobs").resolve())
+    for above in (root.parent, root.parent.parent):
+        if above.name == "snapshots":
+            permitted.append((above.parent / "blobs").resolve())
     if target.parent in permitted:
         return None
     return f"{name} leads out of the folder, to {target}; put the file itself there"

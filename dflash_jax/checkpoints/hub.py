@@ -10,8 +10,9 @@ from typing import Any
 from dflash_jax.errors import CheckpointError
 
 _HUB = "huggingface_hub"
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-# A drafter's mask_embedding.pt comes along so that the reader sees it and refuses; no pickle is ever opened.
+# A model, or the drafter in a folder of it.
+_HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[\w.-]+?)(/dflash)?")
+# A drafter's mask_embedding.pt comes along: see `mask_file`. No other pickle does.
 _HUB_FILES = ["*.safetensors", "*.json", "tokenizer*", "*.jinja", "mask_embedding.pt"]
 _HUB_IGNORED = ["*/*", "tokenizer*.py", "tokenizer*.bin", "tokenizer*.pt", "tokenizer*.pkl"]
 
@@ -32,7 +33,8 @@ def is_pointer(path: Path) -> bool:
 def resolve_source(source: str | Path, revision: str | None = None) -> tuple[Path, str | None]:
     """The folder that `source` means, fetched from the hub where it is no folder, and its commit where that is known.
 
-    Only safetensors, configuration and tokenizer files are fetched, no code.
+    Only safetensors, configuration and tokenizer files are fetched, no code. `owner/name/dflash` is the folder of that name in a
+    model's repository, where some releases have their drafter.
 
     Raises:
       CheckpointError: no such folder, no such model, no network, or huggingface_hub is not installed.
@@ -40,11 +42,16 @@ def resolve_source(source: str | Path, revision: str | None = None) -> tuple[Pat
     if (found := find_here(source, revision)) is not None:
         return found
     subject = str(source)
+    named = _HUB_ID.fullmatch(subject)
+    assert named is not None, "find_here has seen to it"
+    part = "" if named[2] is None else f"{named[2][1:]}/"
+    patterns = ([f"{part}{pattern}" for pattern in listed] for listed in (_HUB_FILES, _HUB_IGNORED))
     try:
         import huggingface_hub
 
+        allowed, ignored = patterns
         fetched = huggingface_hub.snapshot_download(
-            subject, revision=revision, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_IGNORED
+            named[1], revision=revision, allow_patterns=allowed, ignore_patterns=ignored
         )
     except Exception as error:  # what a lost connection raises is of whichever library the hub's uses, and no OSError
         reason = " ".join(str(error).split())[:_MOST_OF_A_REASON] or type(error).__name__
@@ -53,7 +60,7 @@ def resolve_source(source: str | Path, revision: str | None = None) -> tuple[Pat
             "model, your login (hf auth login), or download the model elsewhere and give its folder"
         )
         raise CheckpointError(subject, problem) from error
-    return Path(fetched), Path(fetched).name
+    return Path(fetched) / part, Path(fetched).name
 
 
 def find_here(source: Any, revision: str | None = None) -> tuple[Path, str | None] | None:

@@ -11,6 +11,8 @@ from dflash_jax.config import DecoderConfig
 from dflash_jax.errors import CheckpointError, PairError
 from dflash_jax.models import DFlashConfig
 
+# Folders of a target's in which its drafter may lie.
+BESIDE = ("draft", "dflash")
 # Published drafters, by the target they were trained for (hub ids).
 KNOWN_DRAFTERS: Mapping[str, str] = {
     "Qwen/Qwen3-4B": "z-lab/Qwen3-4B-DFlash-b16",
@@ -41,6 +43,8 @@ KNOWN_DRAFTERS: Mapping[str, str] = {
     "JetBrains/Mellum2-12B-A2.5B-Thinking": "RedHatAI/Mellum2-12B-A2.5B-Thinking-speculator.dflash",
     "MiniMaxAI/MiniMax-M2.5": "z-lab/MiniMax-M2.5-DFlash",
     "mistralai/Mistral-Small-4-119B-2603": "RedHatAI/Mistral-Small-4-119B-2603-speculator.dspark",
+    "XiaomiMiMo/MiMo-V2.5": "XiaomiMiMo/MiMo-V2.5-DFlash/dflash",
+    "XiaomiMiMo/MiMo-V2.5-Pro-FP4-DFlash": "XiaomiMiMo/MiMo-V2.5-Pro-FP4-DFlash/dflash",
     "poolside/Laguna-XS.2": "poolside/Laguna-XS.2-speculator.dflash",
     "poolside/Laguna-S-2.1": "poolside/Laguna-S-2.1-DFlash",
     "moonshotai/Kimi-K2.5": "z-lab/Kimi-K2.5-DFlash",
@@ -89,9 +93,9 @@ def _open_drafter(
         return _no_drafter("none is wanted", revision)
     published = None
     if draft is None or draft is True:
-        beside = target.folder / "draft"
+        beside = next((one for name in BESIDE if (one := target.folder / name).is_dir()), None)
         known = KNOWN_DRAFTERS.get(str(path))
-        if beside.is_dir():
+        if beside is not None:
             draft = beside
         elif known is not None:
             draft = published = known
@@ -121,7 +125,11 @@ def drafter_notice(path: str | Path | None, draft: str | Path | bool | None, dra
     name = Path(str(path)).name
     named = next((theirs for ours, theirs in KNOWN_DRAFTERS.items() if ours.endswith(f"/{name}")), None)
     known = f" ({named} was trained for a model of this name)" if named else ""
-    why = f"none lies in {path}/draft" if Path(str(path)).expanduser().exists() else f"none is known for {path}"
+    why = (
+        f"none lies in {path}/{BESIDE[0]} or {path}/{BESIDE[1]}"
+        if Path(str(path)).expanduser().exists()
+        else f"none is known for {path}"
+    )
     return [f"no drafter: {why}; name one with draft= or --draft{known}, or say draft=False or --no-draft"]
 
 

@@ -371,11 +371,13 @@ class DFlashConfig(DecoderConfig):
         if tapped:
             _check_taps(source, ids)
         _check_rank(source)
+        _note_base(source, top, fields["rope"].theta)
         nested.refuse_rest(_NEUTRAL, _NEUTRAL_VALUES)
+        values = {**_NEUTRAL_VALUES, "v_head_dim": (None, fields["head_dim"])}
         if gemma4:
-            top.refuse_rest(_NEUTRAL.union(NEUTRAL_BESIDE_GEMMA4), {**_NEUTRAL_VALUES, **NEUTRAL_OF_GEMMA4})
+            top.refuse_rest(_NEUTRAL.union(NEUTRAL_BESIDE_GEMMA4), {**values, **NEUTRAL_OF_GEMMA4})
         else:
-            top.refuse_rest(_NEUTRAL, _NEUTRAL_VALUES)
+            top.refuse_rest(_NEUTRAL, values)
         return config
 
 
@@ -399,6 +401,16 @@ def _layers(
     if has_laguna_layers(top, names):
         fields = laguna_draft_fields(top, fields, names)
     return fields | {"windows": windows}, causal
+
+
+def _note_base(source: Source, top: KeyReader, theta: float) -> None:
+    """A notice where a file names its target's rotation beside the drafter's own (XiaomiMiMo's first drafters)."""
+    base = source("backbone_rotary_base").get("backbone_rotary_base")
+    if base is not None and base != theta:
+        top.notices.append(
+            f"backbone_rotary_base={shown(base)} is left alone, as in vLLM: heads of the drafter turn by rope_theta={theta}; if "
+            "hardly any draft is accepted, set rope_theta to it in config.json"
+        )
 
 
 def _embedding_scale(source: Source, absent: float | None) -> float | None:

@@ -70,6 +70,9 @@ from dflash_jax.models.lfm2 import MODEL_TYPES as LFM2_TYPES
 from dflash_jax.models.lfm2 import Lfm2, Lfm2Config, lfm2_canonical, lfm2_parameters, lfm2_traits
 from dflash_jax.models.llama import Llama, LlamaConfig, llama_canonical, llama_parameters, llama_traits
 from dflash_jax.models.mellum import Mellum, MellumConfig, mellum_canonical, mellum_parameters, mellum_traits
+from dflash_jax.models.mimo_v2 import ARCHITECTURES as MIMO_V2_ARCHITECTURES
+from dflash_jax.models.mimo_v2 import MODEL_TYPES as MIMO_V2_TYPES
+from dflash_jax.models.mimo_v2 import MimoV2, MimoV2Config, mimo_v2_canonical, mimo_v2_parameters, mimo_v2_traits
 from dflash_jax.models.minimax_m2 import (
     MiniMaxM2,
     MiniMaxM2Config,
@@ -243,6 +246,15 @@ def _two_shapes(config: Gemma4Config) -> dict[str, Any]:
     return full | (_experts(config) if config.num_experts else {})
 
 
+def _own_heads(config: LagunaConfig) -> dict[str, Any]:
+    return {"layer_heads": list(config.layer_heads)} | _experts(config)
+
+
+def _own_values(config: MimoV2Config) -> dict[str, Any]:
+    full = {"full_attention_kv_heads": config.full_kv_heads, "full_attention_head_dim": config.head_dim}
+    return full | {"value_dim": config.value_dim} | _experts(config)
+
+
 def _block(config: DFlashConfig) -> dict[str, Any]:
     head = "v1" if config.head is None else config.head.kind
     taps = list(config.target_layer_ids) if config.projects else "none, the final norm's output"
@@ -320,7 +332,11 @@ FAMILIES = (
     ),
     Family(
         "laguna", "target", ("LagunaForCausalLM",), LagunaConfig, Laguna, laguna_parameters, laguna_canonical,
-        traits=laguna_traits, facts=_experts,
+        traits=laguna_traits, facts=_own_heads,
+    ),
+    Family(
+        "mimo_v2", "target", MIMO_V2_ARCHITECTURES, MimoV2Config, MimoV2, mimo_v2_parameters, mimo_v2_canonical,
+        traits=mimo_v2_traits, model_types=MIMO_V2_TYPES, reads_names=True, facts=_own_values,
     ),
     Family(
         "dflash", "draft", DRAFT_ARCHITECTURES, DFlashConfig, DFlash, dflash_parameters, dflash_canonical,

@@ -158,6 +158,14 @@ def test_hub_models(hf, monkeypatch):
     }  # fmt: skip
     assert fetched == wanted
     assert resolve_source("owner/name")[1] == "ab" * 20
+    # A drafter in a folder of the repository.
+    assert resolve_source("owner/name/dflash") == (snapshot / "dflash", "ab" * 20)
+    arguments, options = hub.calls[-1]
+    assert arguments == ("owner/name",)
+    assert "dflash/*.safetensors" in options["allow_patterns"]
+    assert "dflash/*/*" in options["ignore_patterns"]
+    with pytest.raises(CheckpointError, match="nor a model id of the form owner/name"):
+        resolve_source("owner/name/other")
     assert resolve_source(snapshot)[1] == "ab" * 20
     assert hf.convert("owner/name", "--revision", "main", "--output", hf.root / "out") == 0
     source = json.loads((hf.root / "out" / "conversion.json").read_text())["source"]

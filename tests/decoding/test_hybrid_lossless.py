@@ -54,7 +54,7 @@ def counts_of(rows: list[list[int]]) -> set[int]:
     return set(np.concatenate(rows).tolist())
 
 
-@pytest.mark.few("moe-sampled", "conv-sampled")
+@pytest.mark.few("moe-sampled")
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_same_tokens_with_and_without_drafting(hybrid: Pair, params: SamplingParams) -> None:
     prompts = random_prompts(LENGTHS)
@@ -219,6 +219,7 @@ def test_states_after_every_number_of_accepted_tokens(config) -> None:
         np.testing.assert_array_equal(kept[-2], before[-2])
 
 
+@pytest.mark.few("moe", "conv")
 def test_a_slot_that_is_given_to_another_request_starts_from_zero(hybrid: Pair) -> None:
     """States of slots that a prompt is about to begin in are overwritten with NaN."""
     prompts = random_prompts(LENGTHS)

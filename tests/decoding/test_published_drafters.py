@@ -16,8 +16,9 @@ from dflash_jax.checkpoints.pair import KNOWN_DRAFTERS
 from dflash_jax.errors import DFlashError
 from dflash_jax.models import family_of, to_huggingface
 
-from ..published_layouts import BROUGHT, LAYOUTS, REDUCED, REFUSED_LAYOUTS, REFUSED_TARGETS, TARGETS, VOCAB
+from ..published_layouts import BROUGHT, LAYOUTS, MASK, REDUCED, REFUSED_LAYOUTS, REFUSED_TARGETS, TARGETS, VOCAB
 from ..quantized_folders import nvfp4_of_modelopt, released, save
+from ..torch_files import mask_file
 
 ROOT = Path(__file__).parents[2]
 ROWS: list[dict[str, Any]] = json.loads((ROOT / "tests/data/published_drafters.json").read_text())
@@ -41,6 +42,8 @@ def write(folder: Path, file: dict[str, Any], own: tuple[str, ...], seed: int) -
     tensors = {name: np.ascontiguousarray(array) for name, array in to_huggingface(table, params).items()}
     if reduced:
         tensors["d2t"] = np.sort(rng.choice(VOCAB, REDUCED, replace=False)) - np.arange(REDUCED)
+    if (vector := tensors.pop("mask_embedding", None)) is not None:
+        mask_file(folder / "mask_embedding.pt", MASK, vector)
     if (release := file.get("quantization_config")) is not None:
         left = [pattern.strip("*") for pattern in release["ignore"]]
         tensors, _ = released(
@@ -66,7 +69,7 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, l
     return Made()
 
 
-@pytest.mark.few("LFM2.5 with experts*", "Qwen3: speculators DSpark", "Muse Glimmer: Muse*")
+@pytest.mark.few("LFM2.5 with experts*", "Muse Glimmer: Muse*")
 @pytest.mark.parametrize(("family", "layout"), PAIRS, ids=[f"{family}: {layout}" for family, layout in PAIRS])
 def test_it_drafts_what_its_target_says(
     tmp_path: Path, targets: dict[str, tuple[Path, list[int]]], family: str, layout: str

@@ -235,6 +235,22 @@ def test_padding_is_no_stop_id() -> None:
     assert is_stop(tokens, stop_ids).tolist() == [[True, False, False], [False, False, False]]
 
 
+def test_the_law_over_many_tokens() -> None:
+    """2,548 tokens, alike but for three; noise that comes again within the vocabulary is noticed."""
+    vocab, period, draws, likely = 2548, 1024, 1200, [3, 1500, 2500]
+    logits = np.zeros(vocab, np.float32)
+    logits[likely] = 7.0, 6.5, 7.5
+    drawn = noise_at(jnp.arange(2 * draws, dtype=jnp.uint32).reshape(draws, 2), jnp.full((draws, 1), 9), vocab)[:, 0]
+    law = np.exp(logits.astype(np.float64))
+    cells = np.arange(vocab) // 256
+    cells[likely] = 10, 11, 12
+    expected = np.bincount(cells, weights=law / law.sum())
+    for noise, right in ((drawn, True), (drawn.at[:, period : 2 * period].set(drawn[:, :period]), False)):
+        tokens = np.asarray(jnp.argmax(jnp.asarray(logits) + noise, axis=-1))
+        chance = p_value(np.bincount(cells[tokens], minlength=len(expected)), expected)
+        assert (chance > 1e-3) if right else (chance < 1e-6)
+
+
 def noise(
     seed: list[list[int]], positions: list[list[int]], vocab: int = 50, stream: int = 0, since: int | None = None
 ) -> np.ndarray:

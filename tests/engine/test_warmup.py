@@ -127,6 +127,9 @@ def test_warmup_refuses_what_no_request_can_be():
         warmup(model, modes=["beam"])
     with pytest.raises(dj.ParameterError, match=r"from 1 to max_batch, which is 2, got \[3\]"):
         model.warmup(batch=[1, 3])
+    alone = dj.load(draft=False, dtype="float32", max_batch=2, max_model_len=128)
+    with pytest.raises(dj.ParameterError, match=r"loaded without a drafter, got \[True\]"):
+        alone.warmup(draft=[True])
     for wrong, said in (
         ({"modes": "greedy"}, r"modes must be a list, got 'greedy'"),
         ({"modes": None}, "modes must be a list, got None"),

@@ -186,6 +186,7 @@ def test_a_block_is_the_one_of_float64(gating: str) -> None:
     assert np.abs(np.asarray(ours[0]) - theirs).max() <= 1e-5 * np.abs(theirs).max()
 
 
+@pytest.mark.few("True")
 @pytest.mark.parametrize("joined", [True, False])
 def test_a_drafter_is_converted_there_and_back(tmp_path: Path, joined: bool) -> None:
     """Queries, keys and values in one tensor, as published, or apart."""

@@ -1,5 +1,5 @@
-"""Mellum 2, MiniMax-M2 and Mistral Small 4: transformers' logits and taps, texts in pages, under a drafter and on several devices,
-what files say, and the way through our own format and back."""
+"""Mellum 2, MiniMax-M2, Mistral Small 4, Laguna and MiMo-V2: transformers' logits and taps, texts in pages, under a drafter and on
+several devices, what files say, and the way through our own format and back."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +26,7 @@ from .dense_texts import check_texts
 from .golden_files import GOLDEN, TOLERANCE, difference
 from .test_parity_llama import logits_and_taps
 
-NAMES = ("mellum", "minimax_m2", "mistral4", "laguna")
+NAMES = ("mellum", "minimax_m2", "mistral4", "laguna", "mimo_v2")
 MELLUM, MINIMAX, MISTRAL = (TARGETS[name] for name in ("Mellum 2", "MiniMax-M2.5 and M2.7", "Mistral Small 4"))
 
 

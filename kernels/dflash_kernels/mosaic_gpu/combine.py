@@ -1,10 +1,10 @@
 """Combine: partial attention results of a split sequence combined by their log-sum-exp.
 
 A split leaves its output, normalized over its own keys, and its natural lse, -inf where it has none. There are four ways to
-combine: a launch of its own or XLA's (`combine_rows`, `combine_fragments`, `combine_latent`, `combine_xla`), the last CTA that
-finishes (`combine_last`), the CTAs of a cluster over distributed shared memory (`combine_cluster`, `swap_with_peer`), and CTAs
-that read a mailbox (`combine_mailbox`). All add up in the order of the splits, so that the same call gives the same bits, and
-skip what an empty split never wrote.
+combine: a launch of its own or XLA's (`combine_rows`, `combine_items`, `combine_fragments`, `combine_latent`, `combine_xla`), the
+last CTA that finishes (`combine_last`), the CTAs of a cluster over distributed shared memory (`combine_cluster`,
+`swap_with_peer`), and CTAs that read a mailbox (`combine_mailbox`). All add up in the order of the splits, so that the same call
+gives the same bits, and skip what an empty split never wrote.
 
 In terms of single threads, every eight rows of a split lie in memory as the lanes of a warp have them of a matrix instruction's
 result, sixteen columns after sixteen columns (`..._fragments`): sixteen bytes of each lane, columns `2 c`, `2 c + 1`, `2 c + 8` and
@@ -48,6 +48,7 @@ _VOTE = (
     " @mine atom.acq_rel.gpu.global.add.u32 before, [$2], 1; setp.eq.and.b32 last, before, $3, mine;"
     " bar.red.or.pred anyones, $4, 128, last; selp.b32 $0, 1, 0, anyones; }"
 )
+_FEW_SPLITS = 4  # of a sequence, where a schedule says how many it has
 EARLY = 32  # splits
 RESIDENT = 1100  # CTAs of one warpgroup with so much on its way
 
@@ -157,14 +158,7 @@ def combine_rows(
             logits = [lse_ref[batch, head, split, row + step] for split in range(splits)]
             sink = None if sinks_ref is None else sinks_ref[head * group + of_group + step]
             factors.append(_factors(logits, sink))
-        out = jnp.zeros((width,), jnp.float32)
-        for split, value in enumerate(values):
-            factor = jnp.broadcast_to(factors[0][split], out.shape)
-            for step in range(1, at_once):
-                later = lax.iota(jnp.int32, width) >= step * head_dim
-                factor = jnp.where(later, jnp.broadcast_to(factors[step][split], out.shape), factor)
-            # Empty splits were never written: what lies there is skipped, not weighted.
-            out += jnp.where(factor != 0, value * factor, 0.0)
+        out = _weighted_rows(values, factors, head_dim)
         out_ref[batch, lax.div(block, jnp.int32(blocks)), head, lax.rem(block, jnp.int32(blocks))] = out.astype(dtype)
 
     out = plgpu.kernel(
@@ -175,6 +169,72 @@ def combine_rows(
         interpret=interpret,
     )(parts.reshape(b, kv_heads, splits, -1), parts_lse, *(() if sinks is None else (sinks,)))  # fmt: skip
     return out.reshape(b, tokens, kv_heads * group, head_dim)
+
+
+def combine_items(
+    parts: Float[Array, "I K rows H"],
+    parts_lse: Float[Array, "I K blocks"],
+    places: Int[Array, "B 2"],
+    tokens: int,
+    group: int,
+    most: int,
+    dtype: Any,
+    interpret: Any = None,
+) -> Float[Array, "B T N H"]:
+    """`combine_rows` of splits that a schedule dealt out: those of a sequence follow one another, and sequences have different
+    numbers of them.
+
+    Args:
+      places: first item and number of items of each sequence, at least one and at most `most`.
+    """
+    last, kv_heads, _, head_dim = parts.shape[0] - 1, *parts.shape[1:]
+    at_once = max(LANES // head_dim, 1)
+    width = at_once * head_dim
+    blocks = group // at_once
+
+    def body(parts_ref, lse_ref, places_ref, out_ref):
+        batch, head, block = lax.axis_index("b"), lax.axis_index("head"), lax.axis_index("block")
+        first, count = places_ref[batch, 0], places_ref[batch, 1]
+
+        def combined(splits: int) -> None:
+            # What lies past a sequence's own splits is another's, and is skipped.
+            items = [jnp.minimum(first + split, last) for split in range(splits)]
+            values = [parts_ref[item, head, pl.ds(block * width, width)] for item in items]
+            factors = []
+            for row in range(at_once):
+                logits = [lse_ref[item, head, block * at_once + row] for item in items]
+                factors.append(_factors([jnp.where(i < count, one, -math.inf) for i, one in enumerate(logits)], None))
+            out = _weighted_rows(values, factors, head_dim)
+            token, among = lax.div(block, jnp.int32(blocks)), lax.rem(block, jnp.int32(blocks))
+            out_ref[batch, token, head, among] = out.astype(dtype)
+
+        # Where all are alike each sequence has few: all loads of as many as it may have would take most of the time.
+        few = min(_FEW_SPLITS, most)
+        pl.when(count <= few)(functools.partial(combined, few))
+        if few < most:
+            pl.when(count > few)(functools.partial(combined, most))
+
+    out = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((places.shape[0], tokens, kv_heads, blocks, width), dtype),
+        grid=(places.shape[0], kv_heads, tokens * blocks), grid_names=("b", "head", "block"),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
+    )(parts.reshape(*parts.shape[:2], -1), parts_lse, places)  # fmt: skip
+    return out.reshape(places.shape[0], tokens, kv_heads * group, head_dim)
+
+
+def _weighted_rows(values: list[Array], factors: list[list[Array]], head_dim: int) -> Array:
+    """The sum of splits of one row, or of several that lie one behind another, each row with factors of its own."""
+    out = jnp.zeros(values[0].shape, jnp.float32)
+    for split, value in enumerate(values):
+        factor = jnp.broadcast_to(factors[0][split], out.shape)
+        for step in range(1, len(factors)):
+            later = lax.iota(jnp.int32, out.shape[0]) >= step * head_dim
+            factor = jnp.where(later, jnp.broadcast_to(factors[step][split], out.shape), factor)
+        # Empty splits were never written: what lies there is skipped, not weighted.
+        out += jnp.where(factor != 0, value * factor, 0.0)
+    return out
 
 
 def combine_fragments(

@@ -236,8 +236,8 @@ def plan_narrow(
     # Sixteen columns are the narrowest tile of weights; wider heads leave registers for half the rows.
     rows = min(-(-tokens * group // 16) * 16, ROWS if head_dim <= 128 else ROWS // 2)
     row_blocks = -(-tokens * group // rows)
-    if row_blocks > 1 or has_sinks:
-        items = 0
+    if row_blocks > 1 or has_sinks or head_dim == 192 or (head_dim == 64 and group % 2):
+        items = 0  # rows that are combined fill whole warpgroups
     splits = tuning.splits
     if splits is None:
         splits = best_splits(

@@ -36,8 +36,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dflash_kernels.attention.paged.launch import Launch
-from dflash_kernels.attention.paged.schedule import PagedSchedule, combine_items, lse_of_items
-from dflash_kernels.mosaic_gpu import queries, softmax, transposed
+from dflash_kernels.attention.paged.schedule import PagedSchedule, lse_of_items, most_splits, places_of_items
+from dflash_kernels.mosaic_gpu import combine, queries, softmax, transposed
 from dflash_kernels.mosaic_gpu.layouts import swizzled
 from dflash_kernels.mosaic_gpu.mask import alibi_bias, places, spread
 from dflash_kernels.mosaic_gpu.paged_kv import PagedKV, Place, Work, paged_kv
@@ -135,10 +135,10 @@ def attention_by_items(
     v_scale: jax.Array, slopes: jax.Array | None, table: jax.Array, seq_lens: jax.Array, q_lens: jax.Array,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """Runs the kernel with the work items of a schedule, a CTA for each; XLA combines the splits. Arguments as for `attention`.
+    """Runs the kernel with the work items of a schedule, a CTA for each, and combines the splits. Arguments as for `attention`.
 
     Returns:
-      Output `[B, T, K, G, H]` and natural lse `[B, K, 1, rows]` float32 of all splits together.
+      Output `[B, T, N, H]` and natural lse `[B, K, 1, rows]` float32 of all splits together.
     """
     given = _given(
         q=q, k=k_pages, v=v_pages, k_scale=k_scale, v_scale=v_scale, slopes=slopes, items=schedule.items, table=table,
@@ -166,8 +166,11 @@ def attention_by_items(
         grid=(launch.items, launch.kv_heads), grid_names=("item", "heads"),
         num_threads=1, thread_name="wg", compiler_params=_PARAMS, interpret=interpret,
     )(*given.values())  # fmt: skip
-    whole = lse_of_items(schedule.items, lse, q.shape[0])
-    return combine_items(schedule.items, parts, lse, whole, q.dtype), whole[:, :, None]
+    parts, places = parts.reshape(*parts.shape[:2], -1, launch.head_dim), places_of_items(schedule.items, q.shape[0])
+    out = combine.combine_items(
+        parts, lse, places, launch.tokens, launch.group, most_splits(launch.tokens * launch.group), q.dtype, interpret
+    )
+    return out, lse_of_items(schedule.items, lse, q.shape[0])[:, :, None]
 
 
 def _given(**arrays: jax.Array | None) -> dict[str, jax.Array]:

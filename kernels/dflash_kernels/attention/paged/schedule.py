@@ -51,11 +51,10 @@ def paged_schedule(
     same level of tracing as the calls that share it: its counters are a Ref.
     """
     b, slots = seq_lens.shape[0], max(ctas * (2 if narrow else 1) // kv_heads, 1)
-    most = MOST_OF_FEW_ROWS if tokens * heads // kv_heads <= FEW_ROWS else MOST
     tiles = (seq_lens.astype(jnp.int32) + (TILE - 1)) // TILE
     share = jnp.maximum((tiles.sum() + (slots - 1)) // slots, LEAST)
     # To the nearest: rounded up, a sequence barely longer than its share would leave half a part. No more than slots + b in all.
-    parts = jnp.clip((2 * tiles + share) // (2 * share), 1, most)
+    parts = jnp.clip((2 * tiles + share) // (2 * share), 1, most_splits(tokens * heads // kv_heads))
     divided = parts > 1
     among = jnp.where(divided, jnp.cumsum(jnp.where(divided, parts, 0)), jnp.cumsum(jnp.where(divided, 0, 1)))
     start = among - parts + jnp.where(divided, 0, jnp.where(divided, parts, 0).sum())
@@ -72,30 +71,15 @@ def lse_of_items(items: Int[Array, "I 3"], lse: Float[Array, "I K rows"], sequen
     return jax.nn.logsumexp(jnp.where(own, lse, -jnp.inf), axis=1)
 
 
-def combine_items(
-    items: Int[Array, "I 3"], parts: Float[Array, "I K T G H"], lse: Float[Array, "I K rows"],
-    whole: Float[Array, "B K rows"], dtype: Any,
-) -> Float[Array, "B T K G H"]:  # fmt: skip
-    """Splits of a schedule, put together by XLA.
+def places_of_items(items: Int[Array, "I 3"], sequences: int) -> Int[Array, "B 2"]:
+    """First item and number of items of each sequence, whose splits follow one another."""
+    first = _owners(items, sequences) & (items[:, 1] == 0)
+    return jnp.stack([jnp.where(first, each, 0).sum(1) for each in (jnp.arange(len(items)), items[:, 2])], axis=1)
 
-    Args:
-      items: of the schedule.
-      parts: each split's output, normalized; of rows that see nothing in it, and of items without work, anything.
-      lse: of each split's rows, `t * G + g` the first `T * G` of them; anything for items without work.
-      whole: `lse_of_items`. Where it is NaN, so is the output.
-      dtype: of the output.
-    """
-    _, _, tokens, group, _ = parts.shape
-    own = _owners(items, whole.shape[0])
-    offset = jnp.where(jnp.isfinite(whole), whole, 0.0)[items[:, 0]]
-    weights, whole = (
-        x[..., : tokens * group].reshape(*x.shape[:2], tokens, group, 1) for x in (jnp.exp(lse - offset), whole)
-    )
-    # Not a product alone: what was not written may be NaN, in the items of all sequences.
-    used = (weights > 0) & own.any(axis=0)[:, None, None, None, None]
-    weighted = jnp.where(used, weights * parts, 0.0)
-    out = jnp.einsum("bi,iktgh->bktgh", own.astype(jnp.float32), weighted, precision=jax.lax.Precision.HIGHEST)
-    return jnp.moveaxis(jnp.where(jnp.isnan(whole), jnp.nan, out), 1, 2).astype(dtype)
+
+def most_splits(rows: int) -> int:
+    """Most splits of a sequence with `rows` query rows of a KV head."""
+    return MOST_OF_FEW_ROWS if rows <= FEW_ROWS else MOST
 
 
 def _owners(items: Int[Array, "I 3"], sequences: int) -> Any:
