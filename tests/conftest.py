@@ -27,10 +27,11 @@ import pytest
 from jaxtyping import AbstractArray, TypeCheckError, install_import_hook
 
 CHECKED = ("dflash_jax", "dflash_kernels")
-# Calls of a function whose arguments are held against its annotations, in each turn: a file of tests, or one test.
-CHECKED_CALLS = 3
+# Calls of a function whose arguments are held against its annotations in each turn: the first of a file of tests, three of
+# one test.
+CHECKED_CALLS = (1, 3)
 _checked_in: object = None  # the file or the test of this turn
-_turn = 0
+_turn, _calls = 0, CHECKED_CALLS[1]
 # Files of few tests that take half a minute or more: begun last, they would keep one process busy while the others have nothing
 # left.
 LONG = (
@@ -91,7 +92,7 @@ def _first_calls(function: Any, check: Callable[[Any], Any]) -> Any:
     def call(*args: Any, **named: Any) -> Any:
         nonlocal turn, left, checked
         if turn != _turn:
-            turn, left = _turn, CHECKED_CALLS
+            turn, left = _turn, _calls
         if not left:
             return function(*args, **named)
         left -= 1
@@ -232,9 +233,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Annotations are checked anew, in each file or in each test: see `check_annotations`."""
-    global _checked_in, _turn
-    if _checked_in != (place := item.nodeid if _checks_each_test(item) else item.path):
-        _checked_in, _turn = place, _turn + 1
+    global _checked_in, _turn, _calls
+    each = _checks_each_test(item)
+    if _checked_in != (place := item.nodeid if each else item.path):
+        _checked_in, _turn, _calls = place, _turn + 1, CHECKED_CALLS[each]
 
 
 def _checks_each_test(item: pytest.Item) -> bool:

@@ -24,7 +24,7 @@ def command(line: str, **places: object) -> list[str]:
     return [sys.executable, "-m", MODULES[name], *arguments]
 
 
-@pytest.mark.few("dflash-convert*", "dflash-jax --version*")
+@pytest.mark.few("dflash-convert {target} --dry-run-*", "dflash-convert {target} --output*", "dflash-jax --version*")
 @pytest.mark.parametrize(
     ("line", "said"),
     [

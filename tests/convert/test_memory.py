@@ -20,46 +20,48 @@ BIG = {
     "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
 }  # fmt: skip
 
-# Each reports bytes held after the imports, bytes of the arrays it is meant to end with, and the peak.
+# One process imports everything and then becomes each of those that are measured, which would else import it anew. Each reports
+# bytes held before it begins, bytes of the arrays it is meant to end with, and the peak.
 MEASURE = """
-import sys
-def held(key):
-    with open("/proc/self/status") as status:
-        return next(int(line.split()[1]) * 1024 for line in status if line.startswith(key))
-"""
-COMMAND = (
-    MEASURE
-    + """
+import json, os, sys
 import jax
 import dflash_convert.conversion
 from dflash_convert.cli import main
-jax.devices()
-before = held("VmRSS")
-code = main(sys.argv[1:])
-print(before, 0, held("VmHWM"))
-sys.exit(code)
-"""
-)
-LOAD = (
-    MEASURE
-    + """
-import jax
 from dflash_jax.checkpoints.opening import open_checkpoint
-jax.devices()
-before = held("VmRSS")
-params = open_checkpoint(sys.argv[1]).load()
-print(before, sum(array.nbytes for array in params.values()), held("VmHWM"))
+
+def held(key):
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith(key))
+
+def measured(arguments):
+    jax.devices()
+    before, code, kept = held("VmRSS"), 0, 0
+    if arguments[0] == "load":
+        params = open_checkpoint(arguments[1]).load()
+        kept = sum(array.nbytes for array in params.values())
+    else:
+        code = main(arguments)
+    print(json.dumps([before, kept, held("VmHWM")]), flush=True)
+    return code
+
+for arguments in json.loads(sys.argv[1]):
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            code = measured(arguments)
+        finally:
+            os._exit(code)
+    if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]):
+        sys.exit(1)
 """
-)
 
 
-def taken(program: str, *arguments) -> int:
-    """Bytes a process takes at its peak, beyond its imports and its result."""
-    command = [sys.executable, "-c", program, *map(str, arguments)]
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    before, kept, peak = map(int, result.stdout.split())
-    return peak - before - kept
+def taken(*commands: list[str]) -> list[int]:
+    """Bytes a process takes at its peak for each command, beyond its imports and its result."""
+    done = subprocess.run([sys.executable, "-c", MEASURE, json.dumps(commands)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return [peak - before - kept for before, kept, peak in map(json.loads, done.stdout.splitlines())]
 
 
 def write_sparse(folder, config) -> tuple[int, int]:
@@ -88,12 +90,13 @@ def test_peak_memory_of_a_large_checkpoint(hf):
     assert largest == 32 * MIB
     bound = 2 * largest + ALLOWED
     try:
-        peaks = {
-            "convert": taken(COMMAND, source, "--output", output, "--quiet"),
-            "load converted": taken(LOAD, output),
-            "load Hugging Face": taken(LOAD, source),
-            "reverse": taken(COMMAND, output, "--reverse", "--output", back, "--quiet"),
+        commands = {
+            "convert": [str(source), "--output", str(output), "--quiet"],
+            "load converted": ["load", str(output)],
+            "load Hugging Face": ["load", str(source)],
+            "reverse": [str(output), "--reverse", "--output", str(back), "--quiet"],
         }
+        peaks = dict(zip(commands, taken(*commands.values()), strict=True))
     finally:
         shutil.rmtree(output, ignore_errors=True)
         shutil.rmtree(back, ignore_errors=True)

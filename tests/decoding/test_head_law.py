@@ -130,7 +130,7 @@ def _run(
     return carry[2][:, :PLACES], first.mean()
 
 
-@pytest.mark.few("selector-*", "domino-*")
+@pytest.mark.few("selector-*top_k*", "domino-*")
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [

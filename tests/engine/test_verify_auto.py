@@ -303,7 +303,7 @@ def by_turns(*lengths: Length):
     return choose
 
 
-@pytest.mark.few("*-greedy")
+@pytest.mark.few("confident-greedy")
 @pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("head", [None, CONFIDENT], ids=["v1", "confident"])
 def test_texts_stay_the_same_where_rows_are_shared_now_and_then(

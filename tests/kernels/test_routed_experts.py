@@ -105,7 +105,7 @@ def test_tiles_of_the_first_product_may_overlap() -> None:
     check(call, launch(**call, ctas=ctas, interpret=INTERPRET))
 
 
-@pytest.mark.few("*-True-True")
+@pytest.mark.few("5-True-True")
 @pytest.mark.parametrize(("normed", "shared"), [(True, True), (False, False)])
 @pytest.mark.parametrize("tokens", [5, 1])
 def test_the_kernel_chooses(normed: bool, shared: bool, tokens: int) -> None:

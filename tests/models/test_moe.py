@@ -42,7 +42,7 @@ def one_by_one(config: Any, module: Experts, x: Any, experts: Any, weights: Any)
     return out
 
 
-@pytest.mark.few("float32-*")
+@pytest.mark.few("float32-*-1", "float32-*-33")
 @pytest.mark.parametrize("tokens", [1, 2, 33])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(jnp.float32, 1e-5), (jnp.bfloat16, 2e-2)])
 def test_each_token_goes_through_its_own_experts(tokens: int, dtype: Any, tolerance: float) -> None:

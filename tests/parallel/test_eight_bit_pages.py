@@ -127,7 +127,7 @@ LATENTS = DeepseekConfig(
 )  # fmt: skip
 
 
-@pytest.mark.few("fp8", "dealt_fp8_packed")
+@pytest.mark.few("dealt_fp8_packed")
 @pytest.mark.parametrize("kind", ["fp8", "fp8_packed", "dealt_fp8", "dealt_fp8_packed"])
 def test_latents(kind):
     """Every device has all rows, or its part of them, in the same eight bits, and what scales them."""
