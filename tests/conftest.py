@@ -11,6 +11,7 @@ import importlib.util
 import inspect
 import itertools
 import json
+import math
 import os
 import re
 import shutil
@@ -215,6 +216,11 @@ def pytest_configure(config: pytest.Config) -> None:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_disable_most_optimizations", True)
         jax.config.update("jax_num_cpu_devices", RANKS)
+        from .eager import move_on_host
+
+        move_on_host()
+        # Engines' programs are shared in their own way, others no process asks for again: keeping one takes tens of milliseconds.
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", math.inf)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
