@@ -11,7 +11,6 @@ import importlib.util
 import inspect
 import itertools
 import json
-import math
 import os
 import re
 import shutil
@@ -219,8 +218,8 @@ def pytest_configure(config: pytest.Config) -> None:
         from .eager import move_on_host
 
         move_on_host()
-        # Engines' programs are shared in their own way, others no process asks for again: keeping one takes tens of milliseconds.
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", math.inf)
+        # Engines' programs are shared in their own way. Of others, small ones are not asked for again; keeping one takes as long.
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

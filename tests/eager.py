@@ -12,7 +12,7 @@ import jax
 import jax.extend
 import jax.numpy as jnp
 import numpy as np
-from jax._src.lax.lax import stage_p
+from jax._src.core import stage_p
 from jax.extend.core import primitives as known
 
 # Of which NumPy holds one in each element, as a device does.
@@ -22,7 +22,9 @@ TYPES = frozenset(
 )  # fmt: skip
 
 
-def on_host(function: Callable[..., np.ndarray], compiled: Callable[..., Any], *arrays: Any, **named: Any) -> Any:
+def on_host(
+    function: Callable[..., np.ndarray | None], compiled: Callable[..., Any], *arrays: Any, **named: Any
+) -> Any:
     """`function` of the arrays on the host where they lie on one device, that of whatever names none; else what JAX does."""
     held = [_held(array) for array in arrays]
     if named.get("sharding") is not None or any(array is None for array in held):
