@@ -395,8 +395,10 @@ def _mixture(config: LagunaConfig, ours: str, theirs: str) -> list[Parameter]:
         if one.name.endswith("router.bias"):
             one = replace(one, sources=(replace(one.sources[0], name=f"{theirs}experts.{CORRECTION}"),))
         table.append(one)
-    shared = mlp_parameters(replace(config, intermediate_size=width), f"{ours}shared.", f"{theirs}shared_expert.")
-    return table + (shared if width else [])
+    if not width:
+        return table
+    shared = replace(config, intermediate_size=width)
+    return table + mlp_parameters(shared, f"{ours}shared.", f"{theirs}shared_expert.")
 
 
 CORRECTION = "e_score_correction_bias"

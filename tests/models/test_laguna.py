@@ -67,6 +67,8 @@ def test_what_targets_say() -> None:
         rope_parameters={FULL: ropes[FULL]},
     )  # fmt: skip
     assert (wide.layer_heads, wide.windows, wide.gating) == ((4,) * 4, (None,) * 4, "per-element")
+    alone = read(TARGET, shared_expert_intermediate_size=0)
+    assert not any(".shared." in row.name for row in family_for(alone).parameters(alone))
 
 
 @pytest.mark.parametrize(
