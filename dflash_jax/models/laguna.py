@@ -186,7 +186,7 @@ def _rotations(keys: KeyReader) -> tuple[dict[str, Any], dict[str, Any] | None]:
 
 def _windows(keys: KeyReader, layers: int) -> tuple[int | None, ...]:
     types = keys.get("layer_types", [FULL] * layers)
-    if not isinstance(types, list) or len(types) != layers or not all(kind in _ROPES for kind in types):
+    if not isinstance(types, list) or len(types) != layers or not all(kind in (FULL, SLIDING) for kind in types):
         raise ConfigError(
             f"{keys.subject}: layer_types must list {SLIDING} or {FULL} for each of {layers} layers, got {shown(types)}"
         )
