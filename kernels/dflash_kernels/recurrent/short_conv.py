@@ -102,7 +102,7 @@ def prompt_rows(
     rows = jnp.where((jnp.arange(rows.shape[1]) < lengths[:, None])[..., None], rows, 0)
     there = kept.shape[0]
     inside = (slots >= 0) & (slots < there)
-    own = jnp.where((inside & ~fresh)[:, None, None], kept[jnp.where(inside, slots, 0)], 0)
+    own = jnp.where((inside & ~fresh)[:, None, None], kept[jnp.where(inside, slots, 0)], 0).astype(rows.dtype)
 
     def row(before: Array, told: tuple[Array, ...]) -> tuple[Array, tuple[Array, Array]]:
         own, rows, goes_on, length = told
@@ -112,7 +112,7 @@ def prompt_rows(
 
     _, (rows, after) = jax.lax.scan(row, jnp.zeros_like(own[0]), (own, rows, follows, lengths))
     last = ~jnp.append(follows[1:] & (lengths[1:] > 0), jnp.array([False]))
-    return rows, after, jnp.where(inside & (lengths > 0) & last, slots, there)
+    return rows, after.astype(kept.dtype), jnp.where(inside & (lengths > 0) & last, slots, there)
 
 
 def _gated(projected: Float[Array, "B T W"]) -> tuple[Float[Array, "B T C"], Float[Array, "B T C"]]:
