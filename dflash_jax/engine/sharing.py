@@ -88,6 +88,8 @@ def _refusals(config: DecoderConfig, ranks: int) -> Iterator[str]:
     traits = layer_traits(config)
     if traits.short_conv:
         yield "short convolutions are not shared"
+    if traits.block_sparse:
+        yield "heads that attend to blocks of their own choice are not shared"
     if traits.streams > 1:
         yield "layers with several residual streams are not shared"
     if traits.normed_together and traits.kv_heads % ranks:
