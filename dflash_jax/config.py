@@ -516,6 +516,11 @@ class DecoderConfig:
         return self.num_layers
 
     @property
+    def state_layers(self) -> int:
+        """Layers that keep a state of constant size, in a model that has such."""
+        return self.num_layers - self.cached_layers
+
+    @property
     def key_shapes(self) -> tuple[tuple[int, int], ...]:
         """Key heads, and the size of one, of each layer that keeps keys and values in pages."""
         return ((self.num_kv_heads, self.head_dim),) * self.cached_layers

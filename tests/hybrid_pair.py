@@ -1,11 +1,12 @@
-"""Small random hybrid pairs: gated delta nets beside gated attention, in every arrangement of heads, short convolutions, and Kimi
-delta attention beside latent attention to pools."""
+"""Small random hybrid pairs: gated delta nets beside gated attention, in every arrangement of heads, short convolutions, Mamba 2,
+and Kimi delta attention beside latent attention to pools."""
 
 from dataclasses import replace
 
 from dflash_jax.config import RopeConfig
 from dflash_jax.models.glm5_next import Glm5NextConfig
 from dflash_jax.models.lfm2 import Lfm2Config
+from dflash_jax.models.nemotron_h import NemotronHConfig
 from dflash_jax.models.qwen3_5 import Qwen35Config
 
 from .random_pair import VOCAB, Pair, draft_config
@@ -40,6 +41,17 @@ def conv_config(**changes) -> Lfm2Config:
     return replace(base, **changes)
 
 
+def mamba2_config(**changes) -> NemotronHConfig:
+    """Four layers: Mamba 2, experts of a narrower projection, attention, Mamba 2."""
+    base = NemotronHConfig(
+        vocab_size=VOCAB, hidden_size=40, intermediate_size=64, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=16,
+        windows=(None,) * 4, full_layers=(2,), mamba_layers=(0, 3), expert_layers=(1,), mamba_heads=6, mamba_head_dim=8,
+        mamba_groups=2, state_dim=12, chunk=16, num_experts=4, experts_per_token=2, moe_intermediate_size=24,
+        shared_intermediate_size=32, expert_width=16,
+    )  # fmt: skip
+    return replace(base, **changes)
+
+
 def pooled_config(**changes) -> Glm5NextConfig:
     """Four layers over two streams, three of them Kimi delta attention, the last two with experts. Queries see 16 tokens in pools
     of four, and those behind them."""
@@ -55,13 +67,16 @@ def pooled_config(**changes) -> Glm5NextConfig:
 
 
 def quiet(weights) -> None:
-    """A drafter that is right now and then: it shares the target's embedding, and its own layers say little."""
+    """A drafter that is right now and then: it shares the target's embedding, which is the head too, and its own layers say
+    little."""
     for name in weights["draft"]:
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             weights["draft"][name] = weights["draft"][name] * 0.0
+    if "lm_head.weight" in weights["target"]:
+        weights["target"]["lm_head.weight"] = weights["target"]["embed.weight"]
 
 
-def hybrid_pair(target: Qwen35Config | Lfm2Config | Glm5NextConfig | None = None, **options) -> Pair:
+def hybrid_pair(target: Qwen35Config | Lfm2Config | NemotronHConfig | Glm5NextConfig | None = None, **options) -> Pair:
     """An engine over a hybrid target whose drafter's proposals stand now and then."""
     draft = draft_config(**options.pop("draft", {}))
     return Pair(hybrid_config() if target is None else target, draft, edit=options.pop("edit", quiet), **options)

@@ -5,6 +5,8 @@
 
 from typing import Any
 
+from .quantized_folders import modelopt
+
 VOCAB, LAYERS, REDUCED = 97, 4, 40
 MASK = VOCAB - 1
 SIZES: dict[str, Any] = {
@@ -34,6 +36,18 @@ LFM2: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2,
     "layer_types": ["conv", "conv", "full_attention", "conv"], "max_position_embeddings": 512, "norm_eps": 1e-5,
     "conv_L_cache": 3, "conv_bias": False, "rope_theta": 1e6,
+}  # fmt: skip
+NEMOTRON: dict[str, Any] = {
+    "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 1, "chunk_size": 8, "conv_kernel": 4, "eos_token_id": 2,
+    "expand": 2, "head_dim": 8, "hidden_dropout": 0.0, "hidden_size": 32, "initializer_range": 0.02, "intermediate_size": 24,
+    "layer_norm_epsilon": 1e-5, "mamba_head_dim": 8, "mamba_hidden_act": "silu", "mamba_num_heads": 4, "mamba_proj_bias": False,
+    "mamba_ssm_cache_dtype": "float32", "max_position_embeddings": 512, "mlp_bias": False, "mlp_hidden_act": "relu2",
+    "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 40, "moe_shared_expert_overlap": True, "n_group": 1,
+    "n_groups": 2, "n_routed_experts": 4, "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 4,
+    "num_experts_per_tok": 2, "num_hidden_layers": LAYERS, "num_key_value_heads": 2, "num_logits_to_keep": 1, "pad_token_id": 0,
+    "rescale_prenorm_residual": True, "residual_in_fp32": False, "routed_scaling_factor": 2.5, "sliding_window": None,
+    "ssm_state_size": 8, "tie_word_embeddings": False, "time_step_floor": 1e-4, "time_step_max": 0.1, "time_step_min": 0.001,
+    "topk_group": 1, "use_bias": False, "use_cache": True, "use_conv_bias": True, "use_mamba_kernels": True, "vocab_size": VOCAB,
 }  # fmt: skip
 WINDOWED = ["sliding_attention", "full_attention"] * 2
 
@@ -104,6 +118,18 @@ TARGETS: dict[str, dict[str, Any]] = {
     "LFM2.5 with experts": LFM2 | EXPERTS | {
         "architectures": ["Lfm2MoeForCausalLM"], "model_type": "lfm2_moe", "intermediate_size": 48, "num_dense_layers": 1,
         "norm_topk_prob": True, "routed_scaling_factor": 1.0, "use_expert_bias": True, "tie_word_embeddings": True,
+    },
+    "Nemotron 3 and 3.5": NEMOTRON | {
+        "architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h", "hybrid_override_pattern": "ME*M",
+        "norm_eps": 1e-5, "partial_rotary_factor": 1.0, "rope_theta": 10000, "time_step_limit": [0.0, 1e30],
+    },
+    "Nemotron 3.5 with pictures": {
+        "architectures": ["NemotronH_Super_Omni_Reasoning_V3"], "model_type": "nemotron_h_omni", "img_context_token_id": 18,
+        "patch_size": 16, "downsample_ratio": 0.5, "norm_mean": [0.0, 0.0, 0.0], "vision_config": {"depth": 2},
+        "llm_config": NEMOTRON | {
+            "model_type": "nemotron_h", "layers_block_type": ["mamba", "moe", "attention", "mamba"], "moe_latent_size": 16,
+            "num_nextn_predict_layers": 1, "mtp_layers_block_type": ["attention", "moe"],
+        },
     },
     "GLM-5.3-Flash": _text_model(
         "Glm5NextForConditionalGeneration", "glm5_next",
@@ -199,7 +225,6 @@ TARGETS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 # What targets that are not loaded call themselves, where that is known.
 REFUSED_TARGETS: dict[str, tuple[str, ...]] = {
-    "Nemotron 3 and 3.5": ("NemotronHForCausalLM",),
     "Qwen3.8-Flash-Next": ("Qwen4ExpForConditionalGeneration",),
     "DeepSeek V4": ("DeepseekV4ForCausalLM",),
     "MiniMax-M3 and M3.1": (),
@@ -228,6 +253,11 @@ KERNELS = {"conv_kernel_size": 2, "conv_group_size": 16}
 SELECTOR = {"selector_rank": 6, "selector_top_k": 5}
 MARKOV: dict[str, Any] = {
     "markov_rank": 6, "markov_head_type": "vanilla", "enable_confidence_head": True, "confidence_head_with_markov": True
+}  # fmt: skip
+LILICORR: dict[str, Any] = {
+    "lilicorr_enabled": True, "lilicorr_hidden_size": 16, "lilicorr_candidate_topk": 4, "lilicorr_num_heads": 2,
+    "lilicorr_mlp_ratio": 2.0, "lilicorr_factor_dim": 6, "lilicorr_vector_eps": 1e-6, "lilicorr_logit_scale": 8.0,
+    "lilicorr_num_layers": 2,
 }  # fmt: skip
 DSPARK: dict[str, Any] = TAPS | MARKOV | {
     "projector_type": "dspark", "attention_mode": "gqa", "confidence_head_alpha": 1.0
@@ -285,6 +315,30 @@ _OF_GEMMA4: dict[str, Any] = {
         "rope_type": "default", "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
     },
 }  # fmt: skip
+# NVIDIA's, as they come with Nemotron 3.5 Lightning; projections of feed-forwards, of features and one of the head's in NVFP4.
+_OF_NVIDIA: dict[str, Any] = SIZES | {
+    "attention_bias": False, "draft_vocab_size": None, "dtype": "bfloat16", "eagle_aux_hidden_state_layer_ids": [1, 2, 4],
+    "has_embed_tokens": True, "has_lm_head": False, "hidden_act": "silu", "model_type": "qwen3", "num_aux_layers": 3,
+    "num_hidden_layers": 2, "pard_token": MASK, "rope_theta": 10000, "sample_from_anchor": False, "train_embed_tokens": False,
+    "transformers_version": "5.5.3", "use_cache": False, **TAPS,
+}  # fmt: skip
+_OF_NVIDIA_DFLASH: dict[str, Any] = _OF_NVIDIA | {
+    "architectures": ["DFlashDraftModel"], "attention_sink_bias": False, "dflash_query_causal": False,
+    "dspark_fixup_head_type": None, "dspark_markov_rank": None, "layer_types": ["full_attention"] * 2, "sliding_window": None,
+    "dflash_config": TAPS | {"attention_sink_bias": False, "causal": False, "use_swa": False, "sample_from_anchor": False},
+    "rope_parameters": {
+        "factor": 128.0, "original_max_position_embeddings": 64, "rope_theta": 10000, "rope_type": "yarn"
+    },
+}  # fmt: skip
+_OF_NVIDIA_DSPARK: dict[str, Any] = _OF_NVIDIA | {
+    "architectures": ["Qwen3DSparkModel"], "attention_sink_bias": True, "block_size": 4, "dflash_query_causal": True,
+    "dspark_bonus_anchor": True, "dspark_fixup_head_type": "markov", "dspark_markov_rank": 16, "markov_head_type": "vanilla",
+    "markov_rank": 16, "layer_types": ["sliding_attention"] * 2, "rope_parameters": None, "sliding_window": 9,
+    "dflash_config": TAPS | {
+        "attention_sink_bias": True, "causal": True, "swa_window_size": 9, "use_swa": True, "sample_from_anchor": False,
+    },
+}  # fmt: skip
+_IN_NVFP4 = {"quantization_config": modelopt("W4A16_NVFP4", ignore=["*embed_tokens*", "*markov_w1*", "*self_attn*"])}
 _OF_DEEPSPEC = {"architectures": ["Qwen3DSparkModel"], "block_size": 4, "num_anchors": 512, **TAPS}
 
 # By layout of the table: what a drafter's config.json says, and which tensors it brings beside its layers.
@@ -357,6 +411,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "architectures": ["Lfm2DSparkDraftModel"], "block_size": 4, "num_target_layers": None, "rope_is_neox_style": False,
         "dflash_config": TAPS | {"num_target_layers": LAYERS},
     },
+    "NVIDIA DSpark": _OF_NVIDIA_DSPARK,
+    "NVIDIA DSpark in NVFP4": _OF_NVIDIA_DSPARK | _IN_NVFP4,
+    "NVIDIA DFlash in NVFP4": _OF_NVIDIA_DFLASH | _IN_NVFP4,
+    "LiLiCorr": BACKBONE | {
+        "architectures": ["LiLiCorrDraftModel"], "dflash_config": TAPS | LILICORR | {"block_size": 4},
+    },
     "MiMo": SIZES | BOOKS | {
         "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
         "num_hidden_layers": 2, "v_head_dim": 16, "partial_rotary_factor": 0.5, "rope_theta": 1e4, "sliding_window": 9,
@@ -387,8 +447,8 @@ REFUSED_LAYOUTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 # By layout: tensors that tell what a file's others are, or that it brings beside its layers.
 BROUGHT: dict[str, tuple[str, ...]] = {
-    name: ("embed_tokens.weight", "lm_head.weight") for name in LAYOUTS if name.startswith("DeepSpec")
-} | {
+    **{name: ("embed_tokens.weight",) for name in LAYOUTS if name.startswith("NVIDIA")},
+    **{name: ("embed_tokens.weight", "lm_head.weight") for name in LAYOUTS if name.startswith("DeepSpec")},
     "layers of Laguna": ("aux_hidden_norms.0.weight", "layers.0.self_attn.qkv_proj.weight"),
     "MiMo": ("mask_embedding",),
     "z-lab DFlash 2, mask in a pickle": ("mask_embedding", "embed_tokens.weight", "lm_head.weight"),

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from dflash_kernels import DeltaFactors, delta_fold
 from dflash_kernels.recurrent.kda import KdaFactors, kda_fold
+from dflash_kernels.recurrent.mamba2 import Mamba2Factors, mamba2_fold
 from dflash_kernels.recurrent.short_conv import ConvFactors, conv_fold
 from jaxtyping import Array, Bool, Int
 
@@ -22,7 +23,7 @@ from dflash_jax.cache.pages import Pages
 from dflash_jax.cache.recurrent import State
 from dflash_jax.models.layers import Attention, PooledRows, Rotary
 
-type Factors = DeltaFactors | ConvFactors | KdaFactors
+type Factors = DeltaFactors | Mamba2Factors | ConvFactors | KdaFactors
 # Of one mixer that keeps a state, a `models.layers.RecurrentMixer`: the layer, its projection and its state, to the output, the
 # state after it and factors of its tokens.
 type Mix = Callable[[Any, Array, State], tuple[Array, State, Factors | None]]
@@ -147,5 +148,5 @@ def folded(
 
 
 def _folded(state: Any, factors: Factors, counts: Int[Array, "B"]) -> State:
-    folds: dict[type, Any] = {ConvFactors: conv_fold, KdaFactors: kda_fold}
+    folds: dict[type, Any] = {ConvFactors: conv_fold, KdaFactors: kda_fold, Mamba2Factors: mamba2_fold}
     return folds.get(type(factors), delta_fold)(state, factors, counts)

@@ -1,4 +1,4 @@
-"""Recurrent states: what layers with short convolutions or a delta rule keep for each slot in place of keys and values."""
+"""Recurrent states: what layers with Mamba 2, short convolutions or a delta rule keep for each slot in place of keys and values."""
 
 import math
 
@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from dflash_kernels import DeltaShape, DeltaState
 from dflash_kernels.recurrent.kda import KdaShape, KdaState
+from dflash_kernels.recurrent.mamba2 import Mamba2Shape, Mamba2State
 from dflash_kernels.recurrent.short_conv import ConvShape, ConvState
 from jaxtyping import Array, Int
 
@@ -14,22 +15,24 @@ from dflash_jax.config import DecoderConfig
 # Rows before the newest that the convolution of a gated delta net, or of Kimi delta attention, reads.
 CONV_ROWS = 3
 
-
 # What one layer keeps of each slot.
-type State = DeltaState | ConvState | KdaState
-type StateShape = DeltaShape | ConvShape | KdaShape
+type State = DeltaState | Mamba2State | ConvState | KdaState
+type StateShape = DeltaShape | Mamba2Shape | ConvShape | KdaShape
 
 
 def recurrent_layers(config: DecoderConfig) -> tuple[StateShape | None, int]:
     """The shape of a model's layers that keep states, and their number; None and 0 where it has none."""
-    named = (getattr(config, name, None) for name in ("delta", "short_conv", "kda"))
+    named = (getattr(config, name, None) for name in ("delta", "mamba2", "short_conv", "kda"))
     shape: StateShape | None = next(filter(None, named), None)
-    return shape, 0 if shape is None else config.num_layers - config.cached_layers
+    return shape, 0 if shape is None else config.state_layers
 
 
 def zero_state(slots: int, shape: StateShape, dtype: jnp.dtype) -> State:
-    """The state before a first token: of a gated delta net S `[B, Hv, dk, dv]` in float32, likewise of Kimi delta attention, and of
-    all kinds the rows that a convolution reads, `[B, taps - 1, C]` in the model's dtype."""
+    """The state before a first token: of a gated delta net S `[B, Hv, dk, dv]` in float32, likewise of Kimi delta attention, of
+    Mamba 2 S `[B, H, P, N]`, and of all kinds the rows that a convolution reads, `[B, taps - 1, C]` in the model's dtype."""
+    if isinstance(shape, Mamba2Shape):
+        s = jnp.zeros((slots, shape.heads, shape.head_dim, shape.state_dim), jnp.float32)
+        return Mamba2State(s, jnp.zeros((slots, shape.taps - 1, shape.channels), dtype))
     if isinstance(shape, ConvShape):
         return ConvState(jnp.zeros((slots, shape.taps - 1, shape.channels), dtype))
     if isinstance(shape, KdaShape):

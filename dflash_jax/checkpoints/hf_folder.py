@@ -151,7 +151,7 @@ def _read_json(result: HuggingFaceFolder, name: str) -> dict[str, Any] | None:
     problem = _leaves(result.folder, name) if path.is_file() else _lost(result.folder, name)
     if problem is None:
         try:
-            return read_object(path)
+            return read_object(path, infinity=name == CONFIG)
         except ValueError as error:
             problem = str(error)
     result.problems.append(problem)

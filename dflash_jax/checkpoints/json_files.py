@@ -23,11 +23,12 @@ _SHOWN = 20
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
-def read_object(path: Path, most: int = MAX_JSON_BYTES) -> dict[str, Any]:
+def read_object(path: Path, most: int = MAX_JSON_BYTES, *, infinity: bool = False) -> dict[str, Any]:
     """A JSON object from a file.
 
     Args:
       most: bytes that the file may have.
+      infinity: see `parse`.
 
     Raises:
       ValueError: the file is missing, too large, unreadable or holds something else; the sentence begins with the file's name and
@@ -45,7 +46,7 @@ def read_object(path: Path, most: int = MAX_JSON_BYTES) -> dict[str, Any]:
     except OSError as error:
         raise ValueError(f"{name} cannot be read ({error.strerror or error}); fetch the file again") from error
     try:
-        value = parse(raw)
+        value = parse(raw, infinity=infinity)
     except ValueError as error:
         raise ValueError(f"{name} is not usable: {error}; fetch the file again") from error
     if not isinstance(value, dict):
@@ -53,10 +54,14 @@ def read_object(path: Path, most: int = MAX_JSON_BYTES) -> dict[str, Any]:
     return value
 
 
-def parse(raw: bytes) -> Any:
+def parse(raw: bytes, *, infinity: bool = False) -> Any:
     """Parsed JSON (RFC 8259) in which no object names a key twice: two readers could disagree on which of the values counts.
 
     Integers are of any size, as in `model_max_length`; whoever uses one bounds it.
+
+    Args:
+      infinity: whether Infinity, which is no JSON but which Python writes, is read as the object that transformers writes for it,
+        `{"__float__": "Infinity"}`.
 
     Raises:
       ValueError: not UTF-8, not JSON, nested more than `MAX_DEPTH` deep, a key that appears twice, a number beyond a double's range
@@ -64,7 +69,10 @@ def parse(raw: bytes) -> Any:
     """
     try:
         value = json.loads(
-            raw.decode("utf-8"), object_pairs_hook=_unique, parse_float=_finite, parse_constant=_no_constant
+            raw.decode("utf-8"),
+            object_pairs_hook=_unique,
+            parse_float=_finite,
+            parse_constant=_infinity if infinity else _no_constant,
         )
     except RecursionError:
         raise _too_deep() from None
@@ -93,6 +101,10 @@ def _finite(text: str) -> float:
 
 def _no_constant(text: str) -> float:
     raise ValueError(f"{text} is no JSON number")
+
+
+def _infinity(text: str) -> Any:
+    return {"__float__": text} if text == "Infinity" else _no_constant(text)
 
 
 def _walk(value: Any) -> Iterator[tuple[str | None, Any]]:

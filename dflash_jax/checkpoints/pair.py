@@ -55,6 +55,11 @@ KNOWN_DRAFTERS: Mapping[str, str] = {
     "LiquidAI/LFM2.5-1.2B-Instruct": "LiquidAI/LFM2.5-1.2B-Instruct-DSpark",
     "LiquidAI/LFM2.5-2.6B": "LiquidAI/LFM2.5-2.6B-DSpark",
     "LiquidAI/LFM2.5-8B-A1B": "LiquidAI/LFM2.5-8B-A1B-DSpark",
+    "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16": "RedHatAI/NVIDIA-Nemotron-3-Super-120B-A12B-speculator.dflash",
+    "nvidia/NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16": "RedHatAI/NVIDIA-Nemotron-3-Ultra-550B-A55B-speculator.dflash",
+    "nvidia/NVIDIA-Nemotron-3.5-Lightning-30B-A3B-BF16": "nvidia/NVIDIA-Nemotron-3.5-Lightning-30B-A3B-BF16-DSpark",
+    "nvidia/NVIDIA-Nemotron-3.5-Lightning-30B-A3B-NVFP4": "nvidia/NVIDIA-Nemotron-3.5-Lightning-30B-A3B-NVFP4-DSpark",
+    "nvidia/NVIDIA-Nemotron-3.5-Super-VL-120B-A12B-BF16": "RedHatAI/NVIDIA-Nemotron-3.5-Super-VL-120B-A12B.dspark",
 }
 
 

@@ -17,6 +17,7 @@ import numpy as np
 from dflash_kernels.attention.index.xla import WORKSPACE as SCORES_WORKSPACE
 from dflash_kernels.attention.mla.selected_reference import WORKSPACE as SELECTED_WORKSPACE
 from dflash_kernels.recurrent.kda import CHUNK, KdaShape
+from dflash_kernels.recurrent.mamba2 import Mamba2Shape
 from dflash_kernels.recurrent.short_conv import ConvShape
 from jax.experimental import multihost_utils
 
@@ -171,6 +172,8 @@ def delta_bytes(target: DecoderConfig, rows: int, dtype: jnp.dtype) -> int:
         return rows * (
             layers * shape.channels * dtype.itemsize + 2 * shape.columns * dtype.itemsize + 2 * 4 * shape.columns
         )
+    if isinstance(shape, Mamba2Shape):
+        return rows * (layers * _mamba2_factors(shape, dtype) + _mamba2_work(shape, dtype))
     if isinstance(shape, KdaShape):
         # Beside columns, tokens and what a chunk has of them, decays between the tokens of a chunk, should these be written at all.
         factors = 3 * 4 * shape.width + dtype.itemsize * shape.channels
@@ -182,12 +185,26 @@ def delta_bytes(target: DecoderConfig, rows: int, dtype: jnp.dtype) -> int:
     return rows * (layers * factors + 2 * shape.columns * dtype.itemsize + 4 * 4 * shape.columns)
 
 
+def _mamba2_factors(shape: Mamba2Shape, dtype: jnp.dtype) -> int:
+    """Bytes that one layer keeps of a verified token until it is known whether it stands."""
+    return 4 * (shape.inner + shape.groups * shape.state_dim + shape.heads) + dtype.itemsize * shape.channels
+
+
+def _mamba2_work(shape: Mamba2Shape, dtype: jnp.dtype) -> int:
+    """Bytes of one token in the layer in work: the projection, what is convolved, gated and summed in float32, the chunk's products
+    of all pairs of tokens by head, and the state that enters the chunk, of which each is also there before it is summed."""
+    chunk = 2 * 4 * (shape.heads * shape.chunk + shape.inner * shape.state_dim // shape.chunk)
+    return 2 * shape.columns * dtype.itemsize + 5 * 4 * shape.columns + chunk
+
+
 def experts_bytes(target: DecoderConfig, rows: int, dtype: jnp.dtype) -> int:
-    """Memory of `rows` tokens on their way through every expert: both gates' rows, their product, and the output."""
+    """Memory of `rows` tokens on their way through every expert: both gates' rows, their product, and the output; without gates,
+    the rows before and after the activation."""
     experts = layer_traits(target).experts
     if experts is None:
         return 0
-    return rows * experts.count * (3 * experts.inner + target.hidden_size) * dtype.itemsize
+    width = target.hidden_size if experts.width is None else experts.width
+    return rows * experts.count * ((2 + experts.gated) * experts.inner + width) * dtype.itemsize
 
 
 def context_bytes(target: DecoderConfig, tokens: int, dtype: jnp.dtype) -> int:

@@ -90,6 +90,8 @@ def _refusals(config: DecoderConfig, ranks: int) -> Iterator[str]:
         yield "short convolutions are not shared"
     if traits.block_sparse:
         yield "heads that attend to blocks of their own choice are not shared"
+    if traits.mamba2:
+        yield "layers of Mamba 2 are not shared"
     if traits.streams > 1:
         yield "layers with several residual streams are not shared"
     if traits.normed_together and traits.kv_heads % ranks:

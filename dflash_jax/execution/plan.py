@@ -302,6 +302,8 @@ def exact_refusals(traits: LayerTraits, tokens: int, cache_dtype: str | None = N
         reasons.append("sublayers are convolved along the tokens")
     if traits.short_conv:
         reasons.append("short convolutions were not tried in other company")
+    if traits.mamba2:
+        reasons.append("layers of Mamba 2 sum the tokens of a block in another order than one after the other")
     if traits.uneven_heads:
         reasons.append("heads that are gated or differ by layer were not tried in other company")
     hopper = target().capability == HOPPER
@@ -348,6 +350,8 @@ def _layers_refusal(traits: LayerTraits, activation: Activation = "silu") -> str
         return "some layers are gated delta nets, whose fused runners are switched off"
     if traits.short_conv:
         return "some layers are short convolutions, which no fused runner has"
+    if traits.mamba2:
+        return "layers have a mixer or a feed-forward and not both, some Mamba 2, which no fused runner has"
     if traits.normed_together:
         return "queries and keys are normed over all heads at once, which no fused runner does"
     if traits.uneven_heads:

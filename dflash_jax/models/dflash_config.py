@@ -71,13 +71,15 @@ ARCHITECTURES = (
 )  # fmt: skip
 # Keys of the published files that describe the target or the training run and change nothing here.
 _NEUTRAL = NEUTRAL_KEYS | {
-    "confidence_head_alpha", "has_embed_tokens", "has_own_lm_head", "loss_decay_gamma", "max_anchors", "num_anchors",
-    "num_target_layers", "speculators_version", "target_model_type", "target_text_model_type", "tie_word_embeddings",
+    "confidence_head_alpha", "has_embed_tokens", "has_lm_head", "has_own_lm_head", "loss_decay_gamma", "max_anchors",
+    "num_anchors", "num_aux_layers", "num_target_layers", "pard_token", "speculators_version", "target_model_type",
+    "target_text_model_type", "tie_word_embeddings", "train_embed_tokens",
 }  # fmt: skip
 # Parts of later members of the family, and of one trainer's options, with what says that a drafter has none.
 _NEUTRAL_VALUES = {
     **NEUTRAL_VALUES, **NO_EXPERTS, **HEAD_NORMS,
     "attention_mode": (None, "gqa"), "confidence_head_with_markov": (None, False), "dspark_draft_topk": (None, 0),
+    "dspark_fixup_head_type": (None, "markov"),
     "enable_confidence_head": (None, False), "markov_head_type": (None,), "pure_draft_prefix_len": (None, 0),
     "shift_label": (None, False),
 }  # fmt: skip
@@ -368,6 +370,7 @@ class DFlashConfig(DecoderConfig):
         )
         if tapped:
             _check_taps(source, ids)
+        _check_rank(source)
         _note_base(source, top, fields["rope"].theta)
         nested.refuse_rest(_NEUTRAL, _NEUTRAL_VALUES)
         values = {**_NEUTRAL_VALUES, "v_head_dim": (None, fields["head_dim"])}
@@ -466,6 +469,15 @@ def _check_taps(source: Source, ids: tuple[int, ...]) -> None:
         )
 
 
+def _check_rank(source: Source) -> None:
+    """Raises ConfigError where NVIDIA's name for a Markov head's rank says another one."""
+    ours, theirs = (source(key).get(key) for key in ("markov_rank", "dspark_markov_rank"))
+    if theirs is not None and theirs != ours:
+        raise ConfigError(
+            f"{source('markov_rank').subject}: dspark_markov_rank={shown(theirs)} must be markov_rank={shown(ours)}"
+        )
+
+
 def _from_anchor(source: Source, keys: KeyReader, head: HeadConfig | None, projector: str) -> bool:
     """Whether slots predict the token after their own position.
 
@@ -537,10 +549,12 @@ def _windows(
 
 
 def _causality(top: KeyReader, nested: KeyReader, default: tuple[bool, ...]) -> tuple[bool, ...]:
-    """`is_causal` at the top, then `causal` in dflash_config, then what the layers' types say."""
+    """`is_causal` at the top, then `causal` in dflash_config, then NVIDIA's `dflash_query_causal`, then what the layers' types
+    say."""
+    names = "is_causal", "causal", "dflash_query_causal"
     for keys in (top, nested):
-        keys.read.update(("is_causal", "causal"))  # where one decides, the others are still known keys
-    for keys, key in ((top, "is_causal"), (nested, "is_causal"), (nested, "causal"), (top, "causal")):
+        keys.read.update(names)  # where one decides, the others are still known keys
+    for keys, key in ((top, names[0]), (nested, names[0]), (nested, names[1]), (top, names[1]), (top, names[2])):
         if keys.get(key) is not None:
             return (keys.flag(key),) * len(default)
     return default

@@ -23,8 +23,16 @@ from dflash_jax.parallel.collectives import best_of_ranks, reduced
 from dflash_jax.parallel.cut import by_columns, by_rows
 from dflash_jax.quantization.weights import Quantised, best_product, product, summed_rows
 
-ACTIVATIONS: Mapping[Activation, Callable[[Array], Array]] = {"silu": jax.nn.silu, "gelu_tanh": jax.nn.gelu}
 SWIGLU_ALPHA = 1.702  # on the gate inside its sigmoid, in "clamped_swiglu"
+
+def relu_squared(x: Array) -> Array:
+    """`max(x, 0)^2` (Primer, arXiv 2109.08668, section 4)."""
+    return jnp.square(jax.nn.relu(x))
+
+
+ACTIVATIONS: Mapping[Activation, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu, "gelu_tanh": jax.nn.gelu, "relu2": relu_squared
+}  # fmt: skip
 
 
 class Rotary(NamedTuple):

@@ -23,7 +23,7 @@ from dflash_kernels import (
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.models.layers import MLP, Linear, gated
+from dflash_jax.models.layers import ACTIVATIONS, MLP, Linear, gated
 from dflash_jax.models.parameters import Parameter, Source, single
 from dflash_jax.models.traits import Activation, ExpertTraits
 from dflash_jax.parallel.collectives import own_rank, ranks_here, reduced
@@ -154,6 +154,8 @@ class Experts(nnx.Module):
     Args:
       shared: there is one more, the last one, which every token takes.
       activation: of the gates. Kernels have silu; others are XLA's.
+      gated: otherwise the first matrix has up rows alone `[E*F, D]`, and the activation is of their products.
+      width: columns D that experts take and give; None for the stream's.
       limit: see `layers.gated`; of XLA alone.
     """
 
@@ -163,19 +165,29 @@ class Experts(nnx.Module):
         *,
         shared: bool = False,
         activation: Activation = "silu",
+        gated: bool = True,
+        width: int | None = None,
         limit: float | None = None,
     ):
         self.activation: Activation = activation
-        self.limit, self.in_kernels = limit, activation == "silu" and limit is None
-        self.shared = shared
-        e, d, f = config.num_experts + shared, config.hidden_size, config.moe_intermediate_size
+        self.limit, self.in_kernels = limit, activation == "silu" and limit is None and gated
+        self.shared, self.gated = shared, gated
+        e, f = config.num_experts + shared, config.moe_intermediate_size
+        d = config.hidden_size if width is None else width
         self.hidden, self.inner = d, f
-        self.gate_up_proj, self.down_proj = Linear(e * 2 * f, d), Linear(e * d, f)
+        self.gate_up_proj: Any = Linear(e * 2 * f, d) if gated else None
+        self.up_proj: Any = None if gated else Linear(e * f, d)
+        self.down_proj = Linear(e * d, f)
+
+    @property
+    def first(self) -> Linear:
+        """The matrix that a token is multiplied with first."""
+        return self.gate_up_proj if self.gated else self.up_proj
 
     @property
     def count(self) -> int:
         """Experts whose matrices are here: of several devices, each has a share of them."""
-        return self.gate_up_proj.weight[...].shape[0] // (2 * self.inner)
+        return self.down_proj.weight[...].shape[0] // self.hidden
 
     def __call__(
         self, x: Float[Array, "T D"], experts: Int[Array, "T k"], weights: Float[Array, "T k"]
@@ -185,7 +197,7 @@ class Experts(nnx.Module):
             experts, weights = own_choices(experts, weights, self.count, shared=self.shared)
         # One token's are faster gathered: 40.1 us and not 41.7 of V2-Lite's, 32.8 and not 38.6 of Qwen3-30B-A3B's.
         if x.shape[0] > 1 and self.streams(x.shape[0], experts.shape[1], x.dtype):
-            gate_up, down = (self._by_expert(matrix) for matrix in (self.gate_up_proj, self.down_proj))
+            gate_up, down = (self._by_expert(matrix) for matrix in (self.first, self.down_proj))
             return routed_experts(x, experts, weights, gate_up, down).sum(axis=0).astype(x.dtype)
         # Gathering 48 experts of 64 takes 0.25 ms, all of them in place 0.32 (an H200, bfloat16).
         if experts.size <= self.count:
@@ -211,7 +223,7 @@ class Experts(nnx.Module):
     ) -> Float[Array, "k T D"]:
         """Weighted outputs of a token's experts, float32, still to be added; if ranks share experts, those of this one. Nothing
         differentiates this where a kernel does it."""
-        gate_up, down = (self._by_expert(matrix) for matrix in (self.gate_up_proj, self.down_proj))
+        gate_up, down = (self._by_expert(matrix) for matrix in (self.first, self.down_proj))
         if ranks_here() > 1:
             own = own_choices(*router.choose(logits), self.count, shared=self.shared)
             return routed_experts(x, *own, gate_up, down, exchange=exchange)
@@ -233,7 +245,7 @@ class Experts(nnx.Module):
         """Each token times the gathered weights of its experts. Sums of products, not matrix products: those would write the
         gathered weights to memory first.
         """
-        gate_up, down = (self._by_expert(matrix)[experts] for matrix in (self.gate_up_proj, self.down_proj))
+        gate_up, down = (self._by_expert(matrix)[experts] for matrix in (self.first, self.down_proj))
         both = rows_times(gate_up, x[:, None]).astype(x.dtype)
         out = rows_times(down, self._gated(both)).astype(x.dtype)
         return (out.astype(jnp.float32) * weights[..., None]).sum(axis=-2).astype(x.dtype)
@@ -249,7 +261,7 @@ class Experts(nnx.Module):
         rows = 128 if experts.size > 96 * self.count else 64
         blocks = _blocks(experts, self.count, rows)
         sorted_x = x[blocks.tokens]
-        matrices = [self._by_expert(matrix) for matrix in (self.gate_up_proj, self.down_proj)]
+        matrices = [self._by_expert(matrix) for matrix in (self.first, self.down_proj)]
         used: dict[str, Any] = {"groups": blocks.experts, "count": blocks.used, "implementation": implementation}
         inner = grouped_linear(sorted_x, matrices[0], gated=True, **used)
         out = grouped_linear(inner, matrices[1], **used)[blocks.places]
@@ -262,14 +274,14 @@ class Experts(nnx.Module):
         precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
         taken = jax.nn.one_hot(experts, self.count, dtype=jnp.float32)
         share = jnp.einsum("tke,tk->et", taken, weights, precision=jax.lax.Precision.HIGHEST)[..., None]
-        inner = self._gated(self.gate_up_proj(x).reshape(x.shape[0], self.count, -1))
+        inner = self._gated(self.first(x).reshape(x.shape[0], self.count, -1))
         out = jnp.einsum("tef,edf->etd", inner, self._by_expert(self.down_proj), precision=precision)
         # Left out, not weighted with 0: an expert that a token did not take may overflow on it.
         kept = jnp.where(taken.any(axis=1).T[..., None], out.astype(jnp.float32) * share, 0.0)
         return kept.sum(axis=0).astype(x.dtype)
 
     def _gated(self, both: Float[Array, "... F2"]) -> Float[Array, "... F"]:
-        return gated(both, self.activation, self.limit)
+        return gated(both, self.activation, self.limit) if self.gated else ACTIVATIONS[self.activation](both)
 
     def _by_expert(self, matrix: Linear) -> Float[Array, "E out in"]:
         weight = matrix.weight[...]
@@ -364,10 +376,12 @@ def shared_among_routed(config: ExpertsConfig, shared: int) -> bool:
     return shared == config.moe_intermediate_size
 
 
-def expert_traits(config: ExpertsConfig, *, shared: bool = False) -> ExpertTraits:
+def expert_traits(
+    config: ExpertsConfig, *, shared: bool = False, gated: bool = True, width: int | None = None
+) -> ExpertTraits:
     """Traits of a configuration's experts, for the execution plan; `shared`: with one that every token takes."""
     count, taken = config.num_experts + shared, config.experts_per_token + shared
-    return ExpertTraits(count, taken, config.moe_intermediate_size, shared)
+    return ExpertTraits(count, taken, config.moe_intermediate_size, shared, gated, width)
 
 
 def moe_parameters(config: ExpertsConfig, ours: str, theirs: str) -> list[Parameter]:

@@ -18,6 +18,7 @@ from dflash_jax.models.gpt_oss import GptOssConfig
 from dflash_jax.models.heads import MarkovConfig, SelectorConfig
 from dflash_jax.models.llama import LlamaConfig
 from dflash_jax.models.mistral import MistralConfig
+from dflash_jax.models.nemotron_h import NemotronHConfig
 from dflash_jax.models.qwen2 import Qwen2Config
 from dflash_jax.models.qwen3_5 import Qwen35Config
 from dflash_jax.models.qwen3_moe import Qwen3MoeConfig
@@ -471,6 +472,59 @@ GEMMA4_DRAFTERS: Mapping[str, DFlashConfig] = MappingProxyType(
         "dflash_gemma4_12b_block7": _GEMMA4_BLOCK7,
     }
 )
+
+
+def _nemotron(
+    pattern: str, hidden: int, mamba_heads: int, experts: tuple[int, int, int, int], *, scale: float, width: int = 0
+) -> NemotronHConfig:
+    """A Nemotron 3 target; heads, groups of Mamba 2, its state and vocabulary are the same for all sizes.
+
+    Args:
+      pattern: of each layer, M for Mamba 2, E for experts, * for attention.
+      experts: how many, how many a token takes, their inner width, and that of the one that every token takes.
+      width: columns that routed experts take.
+    """
+    count, taken, inner, shared = experts
+    places = {sign: tuple(i for i, one in enumerate(pattern) if one == sign) for sign in "M*E"}
+    return NemotronHConfig(
+        vocab_size=131_072,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_layers=len(pattern),
+        num_heads=32,
+        num_kv_heads=2,
+        head_dim=128,
+        norm_eps=1e-5,
+        max_position=262_144,
+        windows=(None,) * len(pattern),
+        full_layers=places["*"],
+        mamba_layers=places["M"],
+        expert_layers=places["E"],
+        mamba_heads=mamba_heads,
+        mamba_head_dim=64,
+        mamba_groups=8,
+        state_dim=128,
+        num_experts=count,
+        experts_per_token=taken,
+        moe_intermediate_size=inner,
+        shared_intermediate_size=shared,
+        expert_width=width,
+        routing_scale=scale,
+    )
+
+
+# Of Nemotron 3.5 Lightning the text model is the Nano's, of 3.5 Super VL the Super's. The Ultra's layers are not known here.
+NEMOTRON_TARGETS: Mapping[str, NemotronHConfig] = MappingProxyType(
+    {
+        "NVIDIA-Nemotron-3-Nano-30B-A3B": _nemotron(
+            "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME", 2688, 64, (128, 6, 1856, 3712), scale=2.5
+        ),
+        "NVIDIA-Nemotron-3-Super-120B-A12B": _nemotron(
+            "MEMEMEM*EMEMEMEM*EMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEM*EMEMEMEME",
+            4096, 128, (512, 22, 2688, 5376), scale=5.0, width=1024,
+        ),
+    }
+)  # fmt: skip
 
 
 def _rope(*, mscale: float, theta: float = 1e4, factor: float = 40.0, beta_fast: float = 32.0) -> RopeConfig:

@@ -107,6 +107,14 @@ from dflash_jax.models.muse_glimmer import (
     muse_glimmer_parameters,
     muse_glimmer_traits,
 )
+from dflash_jax.models.nemotron_h import ARCHITECTURES as NEMOTRON_ARCHITECTURES
+from dflash_jax.models.nemotron_h import (
+    NemotronH,
+    NemotronHConfig,
+    nemotron_h_canonical,
+    nemotron_h_parameters,
+    nemotron_h_traits,
+)
 from dflash_jax.models.parameters import Parameter
 from dflash_jax.models.qwen2 import Qwen2, Qwen2Config, qwen2_canonical, qwen2_parameters, qwen2_traits
 from dflash_jax.models.qwen3 import Qwen3, qwen3_canonical, qwen3_parameters
@@ -237,6 +245,11 @@ def _convolutional(config: Lfm2Config) -> dict[str, Any]:
     return {"full_attention_layers": config.cached_layers} | (_experts(config) if config.num_experts else {})
 
 
+def _sublayers(config: NemotronHConfig) -> dict[str, Any]:
+    kinds = {"full_attention_layers": config.cached_layers, "mamba2_layers": config.state_layers}
+    return kinds | (_experts(config) if config.num_experts else {})
+
+
 def _two_shapes(config: Gemma4Config) -> dict[str, Any]:
     full = {"full_attention_kv_heads": config.full_kv_heads, "full_attention_head_dim": config.full_head_dim}
     return full | (_experts(config) if config.num_experts else {})
@@ -310,6 +323,10 @@ FAMILIES = (
     Family(
         "lfm2", "target", LFM2_ARCHITECTURES, Lfm2Config, Lfm2, lfm2_parameters, lfm2_canonical, traits=lfm2_traits,
         model_types=LFM2_TYPES, facts=_convolutional,
+    ),
+    Family(
+        "nemotron_h", "target", NEMOTRON_ARCHITECTURES, NemotronHConfig, NemotronH, nemotron_h_parameters, nemotron_h_canonical,
+        traits=nemotron_h_traits, facts=_sublayers,
     ),
     Family(
         "muse_glimmer", "target", MUSE_ARCHITECTURES, MuseGlimmerConfig, MuseGlimmer, muse_glimmer_parameters,

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from dflash_jax.config import DecoderConfig
 
-Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
+Activation = Literal["silu", "gelu_tanh", "clamped_swiglu", "relu2"]
 
 
 @dataclass(frozen=True)
@@ -21,12 +21,16 @@ class ExpertTraits:
       per_token: experts of a token, top-k.
       inner: inner width of one.
       shared: whether the last one is every token's, of which each of several devices has a copy.
+      gated: whether one has a gate; otherwise its activation is that of its one projection.
+      width: columns that one takes and gives; None for those of the stream.
     """
 
     count: int
     per_token: int
     inner: int
     shared: bool = False
+    gated: bool = True
+    width: int | None = None
 
     def of_rank(self, ranks: int) -> "ExpertTraits":
         """Traits of one of several devices."""
@@ -72,13 +76,14 @@ class LayerTraits:
       convolved: whether what goes into a sublayer and what comes out of it is convolved along the tokens.
       delta: of the layers that have a gated delta net in attention's place.
       short_conv: whether some layers have a short convolution in attention's place.
+      mamba2: whether layers have a mixer or a feed-forward and not both, and some mixers are Mamba 2.
       normed_together: whether queries, and keys, are normed over all heads at once, before attention is asked.
       streams: residual streams, which sublayers mix where there are several.
       uneven_heads: whether heads are gated one by one, differ in number from layer to layer, or have values of another size than
         keys, which no fused runner does.
       block_sparse: whether heads of some layers attend to blocks of keys that an indexer chooses.
       feed_forward: "dense", "moe", or "mixed" where some layers have experts and others a dense one, or all have both.
-      activation: of the feed-forwards' gate.
+      activation: of the feed-forwards' gate, or of what stands in its place.
       experts: of the layers that have such.
     """
 
@@ -106,6 +111,7 @@ class LayerTraits:
     convolved: bool = False
     delta: DeltaTraits | None = None
     short_conv: bool = False
+    mamba2: bool = False
     normed_together: bool = False
     streams: int = 1
     uneven_heads: bool = False

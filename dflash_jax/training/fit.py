@@ -45,7 +45,8 @@ def frozen_pass(
 ) -> tuple[Float[Array, "B C D"], Float[Array, "B C nD"]]:
     """The target's final hidden states and tapped features of whole rows."""
     traits = layer_traits(target)
-    plain = traits.attention == "heads" and traits.delta is None and not (traits.window or traits.sinks or traits.gated)
+    states = traits.delta is not None or traits.short_conv or traits.mamba2
+    plain = traits.attention == "heads" and not (states or traits.window or traits.sinks or traits.gated)
     attend = causal_attend() if plain else dense_attend()
     hidden, features, _ = bind(target, params)(ids, positions_like(ids), attend, taps)
     return jax.lax.stop_gradient((hidden, features))

@@ -23,7 +23,7 @@ from dflash_jax.engine.requests import Request
 from dflash_jax.models import bind
 from dflash_jax.sampling_params import SamplingParams
 
-from ..hybrid_pair import conv_config, hybrid_config, hybrid_moe_config, hybrid_pair, pooled_config
+from ..hybrid_pair import conv_config, hybrid_config, hybrid_moe_config, hybrid_pair, mamba2_config, pooled_config
 from ..random_pair import VOCAB, Pair, random_params, random_prompts
 
 # Around the convolution's 3 rows, chunks of 64 tokens and pieces of prompts; several calls for the longest.
@@ -37,10 +37,14 @@ TARGETS = {
     "dense": partial(hybrid_config, **SMALL), "moe": partial(hybrid_moe_config, **SMALL, dense_layers=()),
     "conv": partial(conv_config, **SMALL, num_dense_layers=1),
     "pooled": partial(pooled_config, **SMALL, num_dense_layers=1),
+    "mamba2": partial(
+        mamba2_config, num_layers=3, windows=(None,) * 3, mamba_layers=(0,), full_layers=(1,), expert_layers=(2,)
+    ),
 }  # fmt: skip
+LONG = [pytest.param(name, marks=pytest.mark.few) for name in ("pooled", "mamba2")]
 
 
-@pytest.fixture(scope="module", params=["dense", "moe", "conv", pytest.param("pooled", marks=pytest.mark.few)])
+@pytest.fixture(scope="module", params=["dense", "moe", "conv", *LONG])
 def hybrid(request) -> Pair:
     target = TARGETS[request.param]()
     return hybrid_pair(target, max_chunk=64, draft={"target_layer_ids": (-1, 0, 1)})
@@ -82,7 +86,7 @@ def test_alone_as_in_a_batch_and_as_the_dense_model_says(hybrid: Pair) -> None:
 
 
 @pytest.mark.few
-@pytest.mark.parametrize("kind", ["dense", "conv", "pooled"])
+@pytest.mark.parametrize("kind", ["dense", "conv", "pooled", "mamba2"])
 def test_greedy_texts_whatever_number_of_proposals_stands(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """Each cycle's proposals are the text that comes, wrong from a place on that changes from cycle to cycle: 1 to 16 tokens stand.
     `HYBRID_TEXTS` prompts of 64 tokens each, some alone and all in ragged batches."""
@@ -157,9 +161,11 @@ def test_no_page_is_shared(hybrid: Pair) -> None:
     assert again[2][0].cached == 0
 
 
-@pytest.mark.few("delta", "conv")
+@pytest.mark.few("delta", "conv", "mamba2")
 @pytest.mark.parametrize(
-    "config", [hybrid_config(), conv_config(), TARGETS["pooled"]()], ids=["delta", "conv", "pooled"]
+    "config",
+    [hybrid_config(), conv_config(), TARGETS["pooled"](), mamba2_config()],
+    ids=["delta", "conv", "pooled", "mamba2"],
 )
 def test_states_after_every_number_of_accepted_tokens(config) -> None:
     """A block of 16 verified in 18 slots, of which 1 to 16 tokens stand, none, or nothing at all: states, logits of the tokens that
@@ -198,8 +204,10 @@ def test_states_after_every_number_of_accepted_tokens(config) -> None:
         chosen.append(np.asarray(single)[:, 0])
         at[place + 1] = states
     for slot, count in enumerate(counts[:-1]):
-        np.testing.assert_allclose(np.asarray(logits)[slot, :count], np.array(chosen)[:count, slot], atol=2e-5)
-        np.testing.assert_allclose(np.asarray(following)[slot, 0], chosen[count][slot], atol=2e-5)
+        np.testing.assert_allclose(
+            np.asarray(logits)[slot, :count], np.array(chosen)[:count, slot], atol=2e-5, rtol=2e-5
+        )
+        np.testing.assert_allclose(np.asarray(following)[slot, 0], chosen[count][slot], atol=2e-5, rtol=2e-5)
         for ours, theirs in zip(jax.tree.leaves(wide), jax.tree.leaves(at[count]), strict=True):
             largest = np.abs(theirs[slot]).max()
             np.testing.assert_allclose(ours[slot], theirs[slot], atol=1e-5 * max(largest, 1e-3))

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
 import dflash_jax as dj
 from dflash_jax.checkpoints.pair import KNOWN_DRAFTERS
@@ -18,6 +17,7 @@ from dflash_jax.errors import DFlashError
 from dflash_jax.models import family_of, to_huggingface
 
 from ..published_layouts import BROUGHT, LAYOUTS, MASK, REDUCED, REFUSED_LAYOUTS, REFUSED_TARGETS, TARGETS, VOCAB
+from ..quantized_folders import nvfp4_of_modelopt, released, save
 from ..torch_files import mask_file
 
 ROOT = Path(__file__).parents[2]
@@ -33,17 +33,23 @@ def write(folder: Path, file: dict[str, Any], own: tuple[str, ...], seed: int) -
     """A Hugging Face folder with random weights; `own`: tensors that a drafter brings beside its layers."""
     folder.mkdir(parents=True)
     rng, family = np.random.default_rng(seed), family_of(file)
-    reduced = file.get("draft_vocab_size", VOCAB) < VOCAB
+    reduced = (file.get("draft_vocab_size") or VOCAB) < VOCAB
     names = (*own, "lm_head.weight", "d2t") if reduced else own
     arguments: Any = (names,) if family.role == "draft" else ()
-    table = [row for row in family.parameters(family.config(file, *arguments)) if row.name != "d2t"]
+    plain = {key: value for key, value in file.items() if key != "quantization_config"}
+    table = [row for row in family.parameters(family.config(plain, *arguments)) if row.name != "d2t"]
     params = {row.name: (rng.normal(size=row.shape) * 0.3).astype(np.float32) for row in table}
     tensors = {name: np.ascontiguousarray(array) for name, array in to_huggingface(table, params).items()}
     if reduced:
         tensors["d2t"] = np.sort(rng.choice(VOCAB, REDUCED, replace=False)) - np.arange(REDUCED)
     if (vector := tensors.pop("mask_embedding", None)) is not None:
         mask_file(folder / "mask_embedding.pt", MASK, vector)
-    save_file(tensors, folder / "model.safetensors")
+    if (release := file.get("quantization_config")) is not None:
+        left = [pattern.strip("*") for pattern in release["ignore"]]
+        tensors, _ = released(
+            tensors, nvfp4_of_modelopt, lambda name, tensor: tensor.ndim == 2 and not any(part in name for part in left)
+        )
+    save(folder / "model.safetensors", tensors)
     (folder / "config.json").write_text(json.dumps(file))
     return folder
 

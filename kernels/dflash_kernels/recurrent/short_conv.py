@@ -47,7 +47,7 @@ def conv_verify(
       state: of the B slots. One that nobody uses may hold anything.
     """
     gated, c = _gated(projected)
-    return c * _summed(jnp.concatenate([state.rows, gated], axis=1), taps), ConvFactors(gated)
+    return c * summed_taps(jnp.concatenate([state.rows, gated], axis=1), taps).astype(c.dtype), ConvFactors(gated)
 
 
 def conv_fold(state: ConvState, factors: ConvFactors, counts: Int[Array, "B"]) -> ConvState:
@@ -77,21 +77,42 @@ def conv_prefill(
 ) -> tuple[Float[Array, "n L C"], ConvState]:
     """Prompts: n rows of up to L tokens, some of them pieces of one prompt in order; arguments are those of `delta_prefill`."""
     gated, c = _gated(projected)
-    gated = jnp.where((jnp.arange(gated.shape[1]) < lengths[:, None])[..., None], gated, 0)
-    there = state.rows.shape[0]
+    rows, after, targets = prompt_rows(gated, state.rows, slots=slots, follows=follows, fresh=fresh, lengths=lengths)
+    return c * summed_taps(rows, taps).astype(c.dtype), ConvState(state.rows.at[targets].set(after, mode="drop"))
+
+
+def prompt_rows(
+    rows: Float[Array, "n L C"],
+    kept: Float[Array, "B k C"],
+    *,
+    slots: Int[Array, "n"],
+    follows: Bool[Array, "n"],
+    fresh: Bool[Array, "n"],
+    lengths: Int[Array, "n"],
+) -> tuple[Float[Array, "n kL C"], Float[Array, "n k C"], Int[Array, "n"]]:
+    """Rows of pieces of prompts behind the k rows before each, the last k of each, and the slots that these are for.
+
+    Args:
+      rows: those past a piece's length count as 0.
+      kept: of slots, the rows before their next token.
+
+    Returns:
+      As the slot of a piece that another one goes on from, and of one without tokens or a slot, one past the last.
+    """
+    rows = jnp.where((jnp.arange(rows.shape[1]) < lengths[:, None])[..., None], rows, 0)
+    there = kept.shape[0]
     inside = (slots >= 0) & (slots < there)
-    own = jnp.where((inside & ~fresh)[:, None, None], state.rows[jnp.where(inside, slots, 0)], 0)
+    own = jnp.where((inside & ~fresh)[:, None, None], kept[jnp.where(inside, slots, 0)], 0).astype(rows.dtype)
 
     def row(before: Array, told: tuple[Array, ...]) -> tuple[Array, tuple[Array, Array]]:
-        own, gated, goes_on, length = told
-        rows = jnp.concatenate([jnp.where(goes_on, before, own), gated])
+        own, rows, goes_on, length = told
+        rows = jnp.concatenate([jnp.where(goes_on, before, own), rows])
         after = jax.lax.dynamic_slice_in_dim(rows, length, before.shape[0])
         return after, (rows, after)
 
-    _, (rows, after) = jax.lax.scan(row, jnp.zeros_like(own[0]), (own, gated, follows, lengths))
+    _, (rows, after) = jax.lax.scan(row, jnp.zeros_like(own[0]), (own, rows, follows, lengths))
     last = ~jnp.append(follows[1:] & (lengths[1:] > 0), jnp.array([False]))
-    where = jnp.where(inside & (lengths > 0) & last, slots, there)
-    return c * _summed(rows, taps), ConvState(state.rows.at[where].set(after, mode="drop"))
+    return rows, after.astype(kept.dtype), jnp.where(inside & (lengths > 0) & last, slots, there)
 
 
 def _gated(projected: Float[Array, "B T W"]) -> tuple[Float[Array, "B T C"], Float[Array, "B T C"]]:
@@ -100,10 +121,10 @@ def _gated(projected: Float[Array, "B T W"]) -> tuple[Float[Array, "B T C"], Flo
     return b * x, c
 
 
-def _summed(rows: Float[Array, "B R C"], taps: Float[Array, "C taps"]) -> Float[Array, "B T C"]:
-    """Each token's sum over itself and those before, of rows that begin `taps - 1` tokens early."""
+def summed_taps(rows: Float[Array, "B R C"], taps: Float[Array, "C taps"]) -> Float[Array, "B T C"]:
+    """Each token's float32 sum over itself and those before, of rows that begin `taps - 1` tokens early."""
     count = taps.shape[1]
     length = rows.shape[1] - count + 1
     wide, weights = rows.astype(jnp.float32), taps.astype(jnp.float32)
     parts = [wide[:, tap : tap + length] * weights[:, tap] for tap in range(count)]
-    return sum(parts[1:], parts[0]).astype(rows.dtype)
+    return sum(parts[1:], parts[0])
