@@ -72,7 +72,9 @@ def block_attention(
     """
     i, place, config = layer.index, layer.index_place, layer.config
     slots, table = of_layer(paged.slots, i), of_layer(paged.page_table, i)
-    pool = latent_write(cache.index[place], index.k.reshape(-1, index.k.shape[-1]).astype(cache.index[place].dtype), slots)
+    pool = latent_write(
+        cache.index[place], index.k.reshape(-1, index.k.shape[-1]).astype(cache.index[place].dtype), slots
+    )
     cache = cache.with_layer(place, index=pool)
     if table.shape[1] * cache.page_size <= config.index_topk:
         return paged(layer, qkv, rotary, cache)

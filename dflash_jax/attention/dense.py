@@ -87,7 +87,11 @@ class DenseAttend:
         if self.mask is not None:
             raise NotImplementedError("blocks of keys begin where a text does: give one text in a row, and no mask")
         positions = jnp.broadcast_to(jnp.arange(qkv.shape[1]), qkv.shape[:2])
-        options = {"block": layer.config.index_block, "count": layer.config.index_blocks, "local": layer.config.index_local}
+        options = {
+            "block": layer.config.index_block,
+            "count": layer.config.index_blocks,
+            "local": layer.config.index_local,
+        }
         return DenseAttend(visible_keys(index, positions, **options), None)(layer, qkv, rotary, cache)
 
     def chosen(self, index: IndexRows, count: int) -> Bool[Array, "B T T"]:

@@ -134,9 +134,7 @@ class PagedAttend:
             q = layer.queries(qkv, rotary)
         return self._over(layer, q, cache), cache
 
-    def blocks(
-        self, layer: Any, qkv: Array, index: BlockRows, rotary: Rotary, cache: Pages
-    ) -> tuple[Array, Pages]:
+    def blocks(self, layer: Any, qkv: Array, index: BlockRows, rotary: Rotary, cache: Pages) -> tuple[Array, Pages]:
         """See `BlockAttend`."""
         return block_attention(self, layer, qkv, index, rotary, cache)
 

@@ -25,6 +25,7 @@ from dflash_jax.quantization.weights import Quantised, best_product, product, su
 
 SWIGLU_ALPHA = 1.702  # on the gate inside its sigmoid, in "clamped_swiglu"
 
+
 def relu_squared(x: Array) -> Array:
     """`max(x, 0)^2` (Primer, arXiv 2109.08668, section 4)."""
     return jnp.square(jax.nn.relu(x))
@@ -117,7 +118,7 @@ class PooledAttend(Protocol):
 
 
 class BlockRows(NamedTuple):
-    """Outputs of an indexer of blocks for tokens, normed and rotated: queries `[B,T,K,E]`, one for each key head, and keys `[B,T,E]`."""
+    """Outputs of an indexer of blocks for tokens, normed and rotated: queries `[B,T,K,E]`, one a key head, and keys `[B,T,E]`."""
 
     q: Array
     k: Array
@@ -127,9 +128,7 @@ class BlockRows(NamedTuple):
 class BlockAttend(Protocol):
     """Attention of the heads of each key head to the blocks of keys that an indexer chooses for them."""
 
-    def blocks(
-        self, layer: Any, qkv: Array, index: BlockRows, rotary: Rotary, cache: Cache
-    ) -> tuple[Array, Cache]:
+    def blocks(self, layer: Any, qkv: Array, index: BlockRows, rotary: Rotary, cache: Cache) -> tuple[Array, Cache]:
         """As `Attend`, over `layer.config.index_blocks` blocks of `index_block` keys, of which the last `index_local` always."""
         ...
 

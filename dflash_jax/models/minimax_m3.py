@@ -109,13 +109,13 @@ class MiniMaxM3Config(DecoderConfig):
         turned = int(self.head_dim * self.rope.partial)
         if len(self.indexers) != self.num_layers or not turned <= self.index_head_dim or self.index_head_dim % 2:
             raise ConfigError(
-                f"{type(self).__name__}: each of {self.num_layers} layers must say whether it has an indexer, and these have an even "
-                f"size of at least the {turned} entries that rotate, got {shown(self.indexers)} and {self.index_head_dim}"
+                f"{type(self).__name__}: each of {self.num_layers} layers must say whether it has an indexer, and these have an "
+                f"even size of at least the {turned} entries that rotate, got {shown(self.indexers)} and {self.index_head_dim}"
             )
         if self.index_local > self.index_blocks:
             raise ConfigError(
-                f"{type(self).__name__}: a query cannot always see its last {self.index_local} blocks, it sees {self.index_blocks} at "
-                "most"
+                f"{type(self).__name__}: a query cannot always see its last {self.index_local} blocks, it sees "
+                f"{self.index_blocks} at most"
             )
 
     @property
@@ -195,22 +195,31 @@ def _indexers(keys: KeyReader, layers: int, kv_heads: int) -> dict[str, Any]:
     """The fields of indexers: in MiniMax's files within `sparse_attention_config`, in transformers' at the top."""
     inside = KeyReader(f"{keys.subject}, sparse_attention_config", keys.get("sparse_attention_config", {}))
     sizes: dict[str, int] = {}
-    defaults = {"index_head_dim": 128, "index_n_heads": 4, "index_block_size": 128, "index_topk_blocks": 16, "index_local_blocks": 1}
+    defaults = {
+        "index_head_dim": 128,
+        "index_n_heads": 4,
+        "index_block_size": 128,
+        "index_topk_blocks": 16,
+        "index_local_blocks": 1,
+    }
     for theirs, own in _SPARSE_KEYS.items():
         least = 0 if own == "index_local_blocks" else 1
         outside = keys.integer(own, defaults[own], minimum=least)
         sizes[own] = inside.integer(theirs, outside, minimum=least)
         if keys.get(own) not in (None, sizes[own]):
-            raise ConfigError(f"{keys.subject}: {own}={outside} and sparse_attention_config's {theirs}={sizes[own]}: keep one")
+            raise ConfigError(
+                f"{keys.subject}: {own}={outside} and sparse_attention_config's {theirs}={sizes[own]}: keep one"
+            )
     both = KeyReader(
-        keys.subject, {"layer_types": keys.get("layer_types"), "sparse_attention_freq": inside.get("sparse_attention_freq")}
+        keys.subject,
+        {"layer_types": keys.get("layer_types"), "sparse_attention_freq": inside.get("sparse_attention_freq")},
     )
     indexers = _kinds(both, layers, "sparse_attention_freq", "layer_types", (FULL, SPARSE), default=False)
     inside.refuse_rest({"sparse_disable_index_value"}, _SPARSE_VALUES)
     values = inside.values.get("sparse_disable_index_value")
     if values is not None and values != [int(one) for one in indexers]:
         raise ConfigError(
-            f"{inside.subject}: sparse_disable_index_value must be 1 where there is an indexer, as the releases have it, whose values "
+            f"{inside.subject}: sparse_disable_index_value must be 1 where there is an indexer, as in the releases, whose values "
             f"are no weights of theirs, got {shown(values)}"
         )
     if any(indexers) and sizes["index_n_heads"] != kv_heads:
@@ -331,6 +340,7 @@ def _attention_parameters(config: MiniMaxM3Config, index: int, ours: str, theirs
 
 
 _LEFT_OUT = re.compile(r"(model\.)?(mtp\.|vision_tower\.|vision_model\.|multi_modal_projector\.|patch_merge_mlp\.)")
+
 
 def minimax_m3_canonical(name: str) -> str | None:
     """Checkpoint name as declared, as of a text model by itself; None for the tower, layers of further tokens and buffers computed

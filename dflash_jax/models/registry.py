@@ -260,7 +260,11 @@ def _own_heads(config: LagunaConfig) -> dict[str, Any]:
 
 
 def _blocks(config: MiniMaxM3Config) -> dict[str, Any]:
-    sizes = {"index_block": config.index_block, "index_blocks": config.index_blocks, "index_layers": sum(config.indexers)}
+    sizes = {
+        "index_block": config.index_block,
+        "index_blocks": config.index_blocks,
+        "index_layers": sum(config.indexers),
+    }
     return sizes | _experts(config)
 
 

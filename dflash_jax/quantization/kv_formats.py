@@ -127,8 +127,7 @@ def check_cache_dtype(config: DecoderConfig, cache_dtype: str | None) -> None:
         )
     if cache_dtype is not None and getattr(config, "index_block", 0):
         raise ParameterError(
-            f'cache_dtype="{cache_dtype}" was not tried with an indexer of blocks, whose layers read pages in another way: leave it '
-            "out"
+            f'cache_dtype="{cache_dtype}" was not tried with an indexer of blocks, which reads pages another way: leave it out'
         )
     if cache_dtype == "fp8_packed" and (not rank or rank % LATENT_TILE):
         kept = f"kv_lora_rank {rank}" if rank else "keys and values of heads"

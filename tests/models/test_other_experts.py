@@ -1,5 +1,5 @@
-"""Mellum 2, MiniMax-M2 and M3, Mistral Small 4, Laguna and MiMo-V2: transformers' logits and taps, texts in pages, under a drafter and on
-several devices, what files say, and the way through our own format and back."""
+"""Mellum 2, MiniMax-M2 and M3, Mistral Small 4, Laguna and MiMo-V2: transformers' logits and taps, texts in pages, under a drafter
+and on several devices, what files say, and the way through our own format and back."""
 
 from dataclasses import replace
 from pathlib import Path

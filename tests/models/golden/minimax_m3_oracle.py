@@ -37,7 +37,10 @@ def write_as_released(name: str, config: dict, *, seed: int = 0) -> dict[str, in
     save_file(_renamed(load_file(folder / "model.safetensors")), folder / "model.safetensors", {"format": "pt"})
     text = json.loads((folder / "config.json").read_text())
     chooses = [int(kind == SPARSE) for kind in text.pop("layer_types")]
-    rope, text["moe_layer_freq"] = text.pop("rope_parameters"), [int(one == "sparse") for one in text.pop("mlp_layer_types")]
+    rope, text["moe_layer_freq"] = (
+        text.pop("rope_parameters"),
+        [int(one == "sparse") for one in text.pop("mlp_layer_types")],
+    )
     text |= {
         "architectures": ["MiniMaxM3SparseForCausalLM"], "model_type": "minimax_m3_text", "hidden_act": "swigluoai",
         "rope_theta": rope["rope_theta"], "partial_rotary_factor": rope["partial_rotary_factor"], "use_gemma_norm": True,
@@ -67,7 +70,10 @@ def _renamed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if name.endswith(".experts.gate_up_proj"):
             for i, one in enumerate(tensor):
                 first, last = one.chunk(2)
-                renamed |= {name.replace("gate_up_proj", f"{i}.w1.weight"): first, name.replace("gate_up_proj", f"{i}.w3.weight"): last}
+                renamed |= {
+                    name.replace("gate_up_proj", f"{i}.w1.weight"): first,
+                    name.replace("gate_up_proj", f"{i}.w3.weight"): last,
+                }
         elif name.endswith(".experts.down_proj"):
             renamed |= {name.replace("down_proj", f"{i}.w2.weight"): one for i, one in enumerate(tensor)}
         elif name.endswith(".gate_up_proj.weight"):
