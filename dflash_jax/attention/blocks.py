@@ -120,7 +120,7 @@ def _over_chosen(
     # Blocks are in order, so the one that is not full, a query's own, is the last.
     lens = jnp.clip(positions[..., None, None] + 1 - chosen * block, 0, block).sum(axis=-1)
     rows = b * t * heads
-    out = paged_attention(
+    out: Any = paged_attention(
         q.reshape(rows, 1, n // heads, h), k_pages.reshape(-1, 1, unit, h), v_pages.reshape(-1, 1, unit, v_pages.shape[3]),
         units.reshape(rows, -1), lens.reshape(rows).astype(jnp.int32), q_lens=(lens > 0).reshape(rows).astype(jnp.int32),
         causal=True, scale=scale,
