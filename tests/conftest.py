@@ -215,6 +215,12 @@ def pytest_configure(config: pytest.Config) -> None:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_disable_most_optimizations", True)
         jax.config.update("jax_num_cpu_devices", RANKS)
+        if __package__:  # a plugin by itself has nothing beside it
+            from .eager import move_on_host
+
+            move_on_host()
+        # Engines' programs are shared in their own way. Of others, small ones are not asked for again; keeping one takes as long.
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from dflash_jax.config import RopeConfig
 from dflash_jax.models.glm5_next import Glm5NextConfig
+from dflash_jax.models.kimi_linear import KimiLinearConfig
 from dflash_jax.models.lfm2 import Lfm2Config
 from dflash_jax.models.nemotron_h import NemotronHConfig
 from dflash_jax.models.qwen3_5 import Qwen35Config
@@ -66,6 +67,18 @@ def pooled_config(**changes) -> Glm5NextConfig:
     return replace(base, **changes)
 
 
+def kimi_config(**changes) -> KimiLinearConfig:
+    """Four layers, three of them Kimi delta attention, the last two with experts."""
+    base = KimiLinearConfig(
+        vocab_size=VOCAB, hidden_size=40, intermediate_size=64, num_layers=4, num_heads=4, num_kv_heads=4, head_dim=16,
+        windows=(None,) * 4, full_layers=(2,), linear_heads=3, linear_head_dim=8, q_lora_rank=None, kv_lora_rank=16,
+        qk_nope_head_dim=12, qk_rope_head_dim=4, v_head_dim=12, num_experts=4, experts_per_token=2, num_shared_experts=1,
+        routing="noaux_tc", num_groups=1, groups_per_token=1, norm_routing_weights=True, routing_scale=1.5, num_dense_layers=2,
+        moe_intermediate_size=24, tie_embeddings=True, rope_interleaved=False,
+    )  # fmt: skip
+    return replace(base, **changes)
+
+
 def quiet(weights) -> None:
     """A drafter that is right now and then: it shares the target's embedding, which is the head too, and its own layers say
     little."""
@@ -76,7 +89,9 @@ def quiet(weights) -> None:
         weights["target"]["lm_head.weight"] = weights["target"]["embed.weight"]
 
 
-def hybrid_pair(target: Qwen35Config | Lfm2Config | NemotronHConfig | Glm5NextConfig | None = None, **options) -> Pair:
+def hybrid_pair(
+    target: Qwen35Config | Lfm2Config | NemotronHConfig | Glm5NextConfig | KimiLinearConfig | None = None, **options
+) -> Pair:
     """An engine over a hybrid target whose drafter's proposals stand now and then."""
     draft = draft_config(**options.pop("draft", {}))
     return Pair(hybrid_config() if target is None else target, draft, edit=options.pop("edit", quiet), **options)

@@ -47,7 +47,7 @@ class HybridCache:
 
 
 class HybridAttend:
-    """An `Attend` or `PooledAttend` over pages and a `DeltaAttend` over states; its cache is a `HybridCache`.
+    """An `Attend`, `LatentAttend` or `PooledAttend` over pages and a `DeltaAttend` over states; its cache is a `HybridCache`.
 
     Args:
       paged: what layers with attention are called with.
@@ -59,6 +59,11 @@ class HybridAttend:
 
     def __call__(self, layer: Attention, qkv: Array, rotary: Rotary, cache: HybridCache) -> tuple[Array, HybridCache]:
         out, pages = self.paged(layer, qkv, rotary, cache.pages)
+        return out, replace(cache, pages=pages)
+
+    def latent(self, layer: Any, q: Array, row: Array, rotary: Rotary, cache: HybridCache) -> tuple[Array, HybridCache]:
+        """See `LatentAttend`."""
+        out, pages = self.paged.latent(layer, q, row, rotary, cache.pages)
         return out, replace(cache, pages=pages)
 
     def pooled(

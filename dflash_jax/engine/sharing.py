@@ -94,6 +94,8 @@ def _refusals(config: DecoderConfig, ranks: int) -> Iterator[str]:
         yield "layers of Mamba 2 are not shared"
     if traits.streams > 1:
         yield "layers with several residual streams are not shared"
+    if getattr(config, "kda", None) is not None:
+        yield "Kimi delta attention is not shared"
     if traits.normed_together and traits.kv_heads % ranks:
         yield f"{traits.kv_heads} key heads, which are normed together, are no multiple of {ranks}"
     for heads in ("linear_key_heads", "linear_value_heads"):

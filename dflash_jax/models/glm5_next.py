@@ -39,7 +39,7 @@ from dflash_jax.models.deepseek import (
 )
 from dflash_jax.models.deepseek_sparse import Indexer, dense_layers, indexer_parameters
 from dflash_jax.models.hyper_connections import HyperConnection, MeanNorm
-from dflash_jax.models.kimi_delta import KimiDelta
+from dflash_jax.models.kimi_delta import KimiDelta, delta_keys, kda_parameters, kda_traits
 from dflash_jax.models.layers import (
     MLP,
     Cache,
@@ -50,8 +50,8 @@ from dflash_jax.models.layers import (
     mlp_parameters,
 )
 from dflash_jax.models.moe import MoE, moe_parameters
-from dflash_jax.models.parameters import Parameter, Source, single
-from dflash_jax.models.traits import DeltaTraits, LayerTraits
+from dflash_jax.models.parameters import Parameter, single
+from dflash_jax.models.traits import LayerTraits
 
 TEXT, COMPOSITE = "Glm5NextForCausalLM", "Glm5NextForConditionalGeneration"
 ARCHITECTURES, MODEL_TYPES = (TEXT, COMPOSITE), ("glm5_next", "glm5_next_text")
@@ -70,8 +70,6 @@ _BESIDE_TEXT = NEUTRAL_KEYS | {
     "video_token_id", "vision_config",
 }  # fmt: skip
 _LINEAR, _LATENT = "linear_attention", "deepseek_sparse_attention"
-# Of a layer with a state: the file's own names of sizes, and those inside of `linear_attn_config`.
-_SIZES = {"linear_head_dim": ("head_dim", 128), "linear_num_heads": ("num_heads", 64)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +156,7 @@ class Glm5NextConfig(DeepseekConfig):
         full = _full_layers(keys, layers)
         _check_indexers(keys, full, layers)
         config = cls(
-            **decoder, **experts, **_linear(keys, full, layers),
+            **decoder, **experts, **delta_keys(keys, full, layers, heads=64, bound=-5.0),
             latent_norm_eps=decoder["norm_eps"],
             full_layers=full,
             index_topk=keys.integer("index_topk", 2048),
@@ -245,40 +243,6 @@ def _check_indexers(keys: KeyReader, full: tuple[int, ...], layers: int) -> None
         raise ConfigError(
             f"{keys.subject}: index_topk_freq must be 1, or indexer_types list what each layer has, got {every}"
         )
-
-
-def _linear(keys: KeyReader, full: tuple[int, ...], layers: int) -> dict[str, Any]:
-    """The fields of layers that keep a state, by the file's own keys or by `linear_attn_config`, where that is.
-
-    Raises:
-      ConfigError: both say different things, or the lists of layers do not agree with `layer_types`.
-    """
-    inner = KeyReader(f"{keys.subject}, linear_attn_config", keys.get("linear_attn_config", {}))
-    sizes = {}
-    for outer, (name, default) in _SIZES.items():
-        sizes[outer] = inner.integer(name, keys.integer(outer, default))
-    taps = inner.integer("short_conv_kernel_size", keys.integer("linear_conv_kernel_dim", 4))
-    if taps != 4:
-        raise ConfigError(f"{inner.subject}: short_conv_kernel_size must be 4, got {taps}")
-    # Without a file's word decays have the bound of the release; null says that they have none.
-    bound = inner.values.get("gate_lower_bound", keys.values.get("linear_lower_bound", -5.0))
-    inner.read.add("gate_lower_bound")
-    keys.read.add("linear_lower_bound")
-    if bound is None and inner.values and inner.flag("safe_gate", default=True):
-        bound = -5.0
-    if bound is not None and (isinstance(bound, bool) or not isinstance(bound, int | float) or not bound < 0):
-        raise ConfigError(f"{inner.subject}: gate_lower_bound must be a negative number or null, got {shown(bound)}")
-    for outer, (name, _) in {**_SIZES, "linear_conv_kernel_dim": ("short_conv_kernel_size", 4)}.items():
-        both = {keys.values.get(outer), inner.values.get(name)} - {None}
-        if len(both) > 1:
-            raise ConfigError(f"{keys.subject}: {outer} and {name} of linear_attn_config say two things; keep one")
-    listed = {"kda_layers": [i for i in range(layers) if i not in full], "full_attn_layers": list(full)}
-    inner.refuse_rest((), {key: (None, places) for key, places in listed.items()} | {"safe_gate": (None, True, False)})
-    return {
-        "linear_heads": sizes["linear_num_heads"],
-        "linear_head_dim": sizes["linear_head_dim"],
-        "linear_lower_bound": None if bound is None else float(bound),
-    }
 
 
 class PoolIndexer(Indexer):
@@ -383,9 +347,7 @@ class Glm5Next(Decoder):
 
 def glm5_next_traits(config: Glm5NextConfig) -> LayerTraits:
     """Layers of two kinds, over several streams."""
-    shape = config.kda
-    delta = DeltaTraits(shape.channels + 2 * shape.dim + shape.heads, shape.width)
-    return replace(deepseek_traits(config), delta=delta, streams=config.streams)
+    return replace(deepseek_traits(config), delta=kda_traits(config.kda), streams=config.streams)
 
 
 def glm5_next_parameters(config: Glm5NextConfig) -> tuple[Parameter, ...]:
@@ -400,7 +362,7 @@ def glm5_next_parameters(config: Glm5NextConfig) -> tuple[Parameter, ...]:
             table += latent_parameters(config, f"{ours}attn.", f"{theirs}self_attn.")
             table += _indexer_parameters(config, f"{ours}attn.indexer.", f"{theirs}self_attn.indexer.")
         else:
-            table += _kda_parameters(config, f"{ours}kda.", f"{theirs}self_attn.")
+            table += kda_parameters(d, config.kda, f"{ours}kda.", f"{theirs}self_attn.")
         table.append(single(f"{ours}post_norm.weight", f"{theirs}post_attention_layernorm.weight", (d,)))
         feed_forward = mlp_parameters if i < config.num_dense_layers else moe_parameters
         table += feed_forward(config, f"{ours}mlp.", f"{theirs}mlp.")
@@ -421,28 +383,6 @@ def _indexer_parameters(config: Glm5NextConfig, ours: str, theirs: str) -> list[
         *indexer_parameters(config, ours, theirs),
         single(f"{ours}gate.weight", f"{theirs}index_kpool_compress_gate", (width, config.hidden_size)),
         single(f"{ours}places", f"{theirs}index_kpool_compress_ape", (config.index_pool, width), "float32"),
-    ]
-
-
-def _kda_parameters(config: Glm5NextConfig, ours: str, theirs: str) -> list[Parameter]:
-    """Parameters of one layer that keeps a state. Rows of its projection and of its convolution are apart in a checkpoint."""
-    d, shape = config.hidden_size, config.kda
-    width, dim = shape.width, shape.dim
-    rows = {"q": width, "k": width, "v": width, "f_a": dim, "g_a": dim, "b": shape.heads}
-    convs = (Source(f"{theirs}{name}_conv1d.weight", (width, 1, 4), kept=(width, 4)) for name in "qkv")
-    return [
-        Parameter(
-            f"{ours}in_proj.weight",
-            tuple(Source(f"{theirs}{name}_proj.weight", (count, d)) for name, count in rows.items()),
-        ),
-        single(f"{ours}decay_proj.weight", f"{theirs}f_b_proj.weight", (width, dim)),
-        single(f"{ours}gate_proj.weight", f"{theirs}g_b_proj.weight", (width, dim)),
-        Parameter(f"{ours}conv", tuple(convs), dtype="float32"),
-        # Rounded, the decay would be wrong by a factor to the power of the context's length.
-        single(f"{ours}a_log", f"{theirs}A_log", (shape.heads,), "float32"),
-        single(f"{ours}dt_bias", f"{theirs}dt_bias", (width,), "float32"),
-        single(f"{ours}norm.weight", f"{theirs}o_norm.weight", (dim,)),
-        single(f"{ours}out_proj.weight", f"{theirs}o_proj.weight", (d, width)),
     ]
 
 

@@ -186,7 +186,7 @@ def _rotations(keys: KeyReader) -> tuple[dict[str, Any], dict[str, Any] | None]:
 
 def _windows(keys: KeyReader, layers: int) -> tuple[int | None, ...]:
     types = keys.get("layer_types", [FULL] * layers)
-    if not isinstance(types, list) or len(types) != layers or not all(kind in _ROPES for kind in types):
+    if not isinstance(types, list) or len(types) != layers or not all(kind in (FULL, SLIDING) for kind in types):
         raise ConfigError(
             f"{keys.subject}: layer_types must list {SLIDING} or {FULL} for each of {layers} layers, got {shown(types)}"
         )
@@ -395,8 +395,10 @@ def _mixture(config: LagunaConfig, ours: str, theirs: str) -> list[Parameter]:
         if one.name.endswith("router.bias"):
             one = replace(one, sources=(replace(one.sources[0], name=f"{theirs}experts.{CORRECTION}"),))
         table.append(one)
-    shared = mlp_parameters(replace(config, intermediate_size=width), f"{ours}shared.", f"{theirs}shared_expert.")
-    return table + (shared if width else [])
+    if not width:
+        return table
+    shared = replace(config, intermediate_size=width)
+    return table + mlp_parameters(shared, f"{ours}shared.", f"{theirs}shared_expert.")
 
 
 CORRECTION = "e_score_correction_bias"

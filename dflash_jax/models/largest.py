@@ -12,9 +12,8 @@ FEW = 512  # that are compared with each other at most; more are sorted
 
 def largest(rows: Float[Array, "*R V"], count: int) -> tuple[Float[Array, "*R C"], Int[Array, "*R C"]]:
     """As `jax.lax.top_k`: in descending order, of equal ones the first; no NaN. On a CPU it is `jax.lax.top_k`."""
-    if (
-        target().platform == "cpu"
-    ):  # which compares every two of 512 numbers in longer than all else of a small model's cycle
+    if target().platform == "cpu":
+        # Comparing all with each other takes it longer than the rest of a small model's cycle.
         values, places = jax.lax.top_k(rows, count)
         return values, places
     return largest_of_chunks(rows, count)

@@ -252,7 +252,7 @@ def _windows(keys: KeyReader, layers: int) -> tuple[int | None, ...]:
     else:
         numbered = isinstance(pattern, list) and all(type(kind) is int and kind in (0, 1) for kind in pattern)
         kinds = [(FULL, SLIDING)[kind] for kind in pattern] if numbered else []
-    fits = isinstance(kinds, list) and len(kinds) == layers and all(kind in _ROPES for kind in kinds)
+    fits = isinstance(kinds, list) and len(kinds) == layers and all(kind in (FULL, SLIDING) for kind in kinds)
     if not fits or types not in (None, kinds):
         raise ConfigError(
             f"{keys.subject}: hybrid_layer_pattern must list 0 or 1 for each of {layers} layers, or layer_types {FULL} or "

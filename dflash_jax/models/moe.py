@@ -384,8 +384,14 @@ def expert_traits(
     return ExpertTraits(count, taken, config.moe_intermediate_size, shared, gated, width)
 
 
-def moe_parameters(config: ExpertsConfig, ours: str, theirs: str) -> list[Parameter]:
-    """Parameters of one `MoE` whose checkpoint names start with `theirs`."""
+def moe_parameters(
+    config: ExpertsConfig,
+    ours: str,
+    theirs: str,
+    *,
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+) -> list[Parameter]:
+    """Parameters of one `MoE` whose checkpoint names start with `theirs`; `names` are those of a routed expert's matrices."""
     e, d, f = config.num_experts, config.hidden_size, config.moe_intermediate_size
     shared, gates = f * config.num_shared_experts, ("gate_proj", "up_proj")
     experts = [f"{theirs}experts.{index}." for index in range(e)]
@@ -395,12 +401,12 @@ def moe_parameters(config: ExpertsConfig, ours: str, theirs: str) -> list[Parame
     table += [
         Parameter(
             f"{ours}experts.gate_up_proj.weight",
-            tuple(Source(f"{expert}{name}.weight", (f, d)) for expert in experts for name in gates),
+            tuple(Source(f"{expert}{name}.weight", (f, d)) for expert in experts for name in names[:2]),
             cut=by_rows((2 * e * f, e)),
         ),
         Parameter(
             f"{ours}experts.down_proj.weight",
-            tuple(Source(f"{expert}down_proj.weight", (d, f)) for expert in experts),
+            tuple(Source(f"{expert}{names[2]}.weight", (d, f)) for expert in experts),
             cut=by_rows((e * d, e)),
         ),
     ]

@@ -64,6 +64,13 @@ from dflash_jax.models.gpt_oss import (
     gpt_oss_parameters,
     gpt_oss_traits,
 )
+from dflash_jax.models.kimi_linear import (
+    KimiLinear,
+    KimiLinearConfig,
+    kimi_linear_canonical,
+    kimi_linear_parameters,
+    kimi_linear_traits,
+)
 from dflash_jax.models.laguna import Laguna, LagunaConfig, laguna_canonical, laguna_parameters, laguna_traits
 from dflash_jax.models.lfm2 import ARCHITECTURES as LFM2_ARCHITECTURES
 from dflash_jax.models.lfm2 import MODEL_TYPES as LFM2_TYPES
@@ -237,6 +244,10 @@ def _pooled(config: Glm5NextConfig) -> dict[str, Any]:
     return {"full_attention_layers": config.cached_layers, "streams": config.streams} | _latent(config) | index
 
 
+def _latent_hybrid(config: KimiLinearConfig) -> dict[str, Any]:
+    return {"full_attention_layers": config.cached_layers} | _latent(config)
+
+
 def _hybrid(config: Qwen35Config) -> dict[str, Any]:
     return {"full_attention_layers": config.cached_layers} | (_experts(config) if config.num_experts else {})
 
@@ -319,6 +330,10 @@ FAMILIES = (
     Family(
         "glm5_next", "target", GLM5_NEXT_ARCHITECTURES, Glm5NextConfig, Glm5Next, glm5_next_parameters, glm5_next_canonical,
         traits=glm5_next_traits, model_types=GLM5_NEXT_TYPES, surplus=is_mtp_tensor, facts=_pooled,
+    ),
+    Family(
+        "kimi_linear", "target", ("KimiLinearForCausalLM",), KimiLinearConfig, KimiLinear, kimi_linear_parameters,
+        kimi_linear_canonical, traits=kimi_linear_traits, facts=_latent_hybrid,
     ),
     Family(
         "qwen3_5", "target", HYBRID_ARCHITECTURES, Qwen35Config, Qwen35, qwen35_parameters, qwen35_canonical,

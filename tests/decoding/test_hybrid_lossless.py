@@ -23,7 +23,15 @@ from dflash_jax.engine.requests import Request
 from dflash_jax.models import bind
 from dflash_jax.sampling_params import SamplingParams
 
-from ..hybrid_pair import conv_config, hybrid_config, hybrid_moe_config, hybrid_pair, mamba2_config, pooled_config
+from ..hybrid_pair import (
+    conv_config,
+    hybrid_config,
+    hybrid_moe_config,
+    hybrid_pair,
+    kimi_config,
+    mamba2_config,
+    pooled_config,
+)
 from ..random_pair import VOCAB, Pair, random_params, random_prompts
 
 # Around the convolution's 3 rows, chunks of 64 tokens and pieces of prompts; several calls for the longest.
@@ -36,12 +44,12 @@ GREEDY, SAMPLED = SamplingParams(max_tokens=24), SamplingParams(max_tokens=24, t
 TARGETS = {
     "dense": partial(hybrid_config, **SMALL), "moe": partial(hybrid_moe_config, **SMALL, dense_layers=()),
     "conv": partial(conv_config, **SMALL, num_dense_layers=1),
-    "pooled": partial(pooled_config, **SMALL, num_dense_layers=1),
+    "pooled": partial(pooled_config, **SMALL, num_dense_layers=1), "kimi": partial(kimi_config, **SMALL, num_dense_layers=1),
     "mamba2": partial(
         mamba2_config, num_layers=3, windows=(None,) * 3, mamba_layers=(0,), full_layers=(1,), expert_layers=(2,)
     ),
 }  # fmt: skip
-LONG = [pytest.param(name, marks=pytest.mark.few) for name in ("pooled", "mamba2")]
+LONG = [pytest.param(name, marks=pytest.mark.few) for name in ("pooled", "kimi", "mamba2")]
 
 
 @pytest.fixture(scope="module", params=["dense", "moe", "conv", *LONG])
@@ -86,7 +94,7 @@ def test_alone_as_in_a_batch_and_as_the_dense_model_says(hybrid: Pair) -> None:
 
 
 @pytest.mark.few
-@pytest.mark.parametrize("kind", ["dense", "conv", "pooled", "mamba2"])
+@pytest.mark.parametrize("kind", ["dense", "conv", "pooled", "kimi", "mamba2"])
 def test_greedy_texts_whatever_number_of_proposals_stands(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """Each cycle's proposals are the text that comes, wrong from a place on that changes from cycle to cycle: 1 to 16 tokens stand.
     `HYBRID_TEXTS` prompts of 64 tokens each, some alone and all in ragged batches."""
@@ -164,8 +172,8 @@ def test_no_page_is_shared(hybrid: Pair) -> None:
 @pytest.mark.few("delta", "conv", "mamba2")
 @pytest.mark.parametrize(
     "config",
-    [hybrid_config(), conv_config(), TARGETS["pooled"](), mamba2_config()],
-    ids=["delta", "conv", "pooled", "mamba2"],
+    [hybrid_config(), conv_config(), TARGETS["pooled"](), TARGETS["kimi"](), mamba2_config()],
+    ids=["delta", "conv", "pooled", "kimi", "mamba2"],
 )
 def test_states_after_every_number_of_accepted_tokens(config) -> None:
     """A block of 16 verified in 18 slots, of which 1 to 16 tokens stand, none, or nothing at all: states, logits of the tokens that

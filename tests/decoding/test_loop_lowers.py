@@ -26,6 +26,7 @@ from dflash_jax.models.presets import SPARSE_TARGETS
 from dflash_jax.sampling_params import SamplingParams
 
 from ..devices import on
+from ..hybrid_pair import kimi_config, pooled_config
 from ..kernels.test_cross_lowering import CALLS, HAS_JAX_TRITON
 from ..random_pair import draft_config, target_config
 
@@ -81,6 +82,22 @@ def test_a_loop_with_grammars_as_tables_stays_one_graph(sampling):
             text = jax.jit(partial(function, *static)).trace(*call).lower(lowering_platforms=("cuda",)).as_text()
         assert not re.search(r"(stablehlo|chlo|mhlo)\.(case|if|sort)", text)
         assert "callback" not in text
+
+
+@pytest.mark.few
+@pytest.mark.parametrize("kind", CALLS)
+@pytest.mark.parametrize("target", [pooled_config(), kimi_config()], ids=["pooled", "kimi"])
+def test_a_loop_over_states_and_latents_has_no_branch(target, kind):
+    """Kimi delta attention, several streams, and pools beyond what is chosen: no branch and no sort, which a CUDA graph lacks."""
+    draft, dtype = draft_config(num_heads=4, head_dim=64), jnp.dtype(jnp.bfloat16)
+    family = "glm5_next" if hasattr(target, "streams") else "kimi_linear"
+    weights = weight_shapes([(target, family_named(family)), (draft, family_named("dflash"))], dtype)
+    engine = Engine(target, draft, weights, dtype, max_model_len=512)
+    function, static, _, *call = Jobs(engine, engine.setup(mode="greedy", draft=True), STOP_WIDTH).loop(4, 8).args
+    with on(kind):
+        text = jax.jit(partial(function, *static)).trace(*call).lower(lowering_platforms=("cuda",)).as_text()
+    assert not re.search(r"(stablehlo|chlo|mhlo)\.(case|if|sort)", text)
+    assert "callback" not in text
 
 
 @pytest.mark.parametrize("kernels", [False, True])

@@ -10,29 +10,28 @@ import pytest
 from dflash_kernels.core.device import Target
 from dflash_kernels.sampling import search
 
-from dflash_jax.decoding.sampling import (
-    RequestArrays,
-    choose,
-    filtered_logits,
-    is_stop,
-    noise_at,
-    without_stops,
-)
+from dflash_jax.decoding import sampling
+from dflash_jax.decoding.sampling import RequestArrays, is_stop, noise_at
 
 from ..devices import on
 from .chi_square import p_value
+
+# As a loop has them. Called as they are, each of their operations would be compiled by itself.
+filtered_logits = jax.jit(sampling.filtered_logits, static_argnums=(2, 3))
+choose = jax.jit(sampling.choose, static_argnums=3)
+without_stops = jax.jit(sampling.without_stops)
 
 
 def requests(b: int, **fields: Any) -> RequestArrays:
     """`b` slots that sample at temperature 1 without filters, with changes; a scalar holds for every slot."""
     defaults = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "min_tokens": 0}
-    dtypes = {"top_k": jnp.int32, "min_tokens": jnp.int32}
+    dtypes = {"top_k": np.int32, "min_tokens": np.int32}
     arrays = {
-        name: jnp.broadcast_to(jnp.asarray(fields.get(name, default), dtypes.get(name, jnp.float32)), (b,))
+        name: jnp.asarray(np.broadcast_to(np.asarray(fields.get(name, default), dtypes.get(name, np.float32)), (b,)))
         for name, default in defaults.items()
     }
-    seed = jnp.stack([jnp.zeros(b, jnp.uint32), jnp.arange(b, dtype=jnp.uint32)], axis=1)
-    stops = jnp.asarray(fields.get("stop_ids", np.full((b, 2), -1)), jnp.int32)
+    seed = jnp.asarray(np.stack([np.zeros(b, np.uint32), np.arange(b, dtype=np.uint32)], axis=1))
+    stops = jnp.asarray(np.asarray(fields.get("stop_ids", np.full((b, 2), -1)), np.int32))
     return RequestArrays(seed=fields.get("seed", seed), stop_ids=stops, **arrays)
 
 
@@ -136,11 +135,11 @@ def test_gpus_find_more_bits_with_each_pass(monkeypatch: pytest.MonkeyPatch) -> 
     for dtype in (jnp.float32, jnp.float16, jnp.bfloat16):
         here = filtered_logits(logits.astype(jnp.float32), request, "full", dtype)
         with on("NVIDIA H200"):
-            program = jax.jit(lambda: filtered_logits(logits.astype(jnp.float32), request, "full", dtype))  # noqa: B023
+            program = jax.jit(lambda: sampling.filtered_logits(logits.astype(jnp.float32), request, "full", dtype))  # noqa: B023
             bits.append(str(program.trace().jaxpr).count(" = reduce["))
         with monkeypatch.context() as patch:
             patch.setattr(search, "target", lambda: Target("H200", "gpu", 90, 132))
-            found.append(np.asarray(filtered_logits(logits.astype(jnp.float32), request, "full", dtype)))
+            found.append(np.asarray(sampling.filtered_logits(logits.astype(jnp.float32), request, "full", dtype)))
         np.testing.assert_array_equal(np.asarray(here), found[-1])
     assert bits == [2 * passes for passes in (8, 5, 4)]
 
@@ -150,7 +149,7 @@ def test_what_stays_does_not_depend_on_the_batch() -> None:
     rng = np.random.default_rng(9)
     logits = jnp.asarray(rng.normal(size=(7, 16, 4097)), jnp.float32)
     request = requests(7, top_p=0.5 + 0.07 * np.arange(7), top_k=np.array([0, 0, 0, 0, 500, 3000, 4000]))
-    call = jax.jit(filtered_logits, static_argnums=2)
+    call = filtered_logits
     whole = np.asarray(call(logits, request, "full"))
     for row in range(7):
         one = jax.tree.map(lambda leaf, row=row: leaf[row : row + 1], request)

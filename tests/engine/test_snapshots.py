@@ -19,7 +19,7 @@ from dflash_jax.engine.warmup import prompt_calls
 from dflash_jax.errors import CapacityError
 from dflash_jax.sampling_params import SamplingParams
 
-from ..hybrid_pair import conv_config, hybrid_config, hybrid_pair, mamba2_config, pooled_config
+from ..hybrid_pair import conv_config, hybrid_config, hybrid_pair, kimi_config, mamba2_config, pooled_config
 from ..random_pair import Pair, random_prompts
 
 SMALL = {"num_layers": 2, "windows": (None,) * 2, "full_layers": (1,)}
@@ -30,10 +30,10 @@ PARAMS = SamplingParams(max_tokens=24, temperature=1.0, seed=3, logprobs=2)
 
 TARGETS = {
     "delta": hybrid_config(**SMALL), "conv": conv_config(**SMALL, num_dense_layers=1),
-    "pooled": pooled_config(**SMALL, num_dense_layers=1),
+    "pooled": pooled_config(**SMALL, num_dense_layers=1), "kimi": kimi_config(**SMALL, num_dense_layers=1),
     "mamba2": mamba2_config(**SMALL, mamba_layers=(0,), expert_layers=()),
 }  # fmt: skip
-LONG = [pytest.param(name, marks=pytest.mark.few) for name in ("pooled", "mamba2")]
+LONG = [pytest.param(name, marks=pytest.mark.few) for name in ("pooled", "kimi", "mamba2")]
 
 
 @pytest.fixture(scope="module", params=["delta", "conv", *LONG])

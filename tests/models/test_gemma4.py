@@ -225,7 +225,7 @@ def test_a_drafter_takes_from_its_target_what_its_file_leaves_out() -> None:
     assert KNOWN_DRAFTERS["google/gemma-4-31B-it"] == "z-lab/gemma-4-31B-it-DFlash"
 
 
-def test_greedy_text_with_a_drafter_is_that_without() -> None:
+def test_greedy_text_with_a_drafter_is_that_without(all_cases: bool) -> None:
     """Prompts of several lengths in pages and across windows, with keys that two layers share: every token is the float64 model's
     choice."""
     file = random_file("gemma4_small", 3, **SHARING, sliding_window=9, tie_word_embeddings=False)
@@ -250,9 +250,9 @@ def test_greedy_text_with_a_drafter_is_that_without() -> None:
     assert (fitted.embedding_scale, fitted.logit_softcap) == (32**0.5, config.logit_softcap)
     prompts, params = random_prompts([1, 33, 70]), SamplingParams(max_tokens=40)
     drafted, counts, _ = pair.run(prompts, params)
-    plain, _, _ = pair.run(prompts, params, draft=False)
-    assert drafted == plain
+    if all_cases:
+        assert drafted == pair.run(prompts, params, draft=False)[0]
     assert {count for each in counts for count in each} >= {1, 2}
-    for prompt, tokens in zip(prompts, plain, strict=True):
+    for prompt, tokens in zip(prompts, drafted, strict=True):
         logits = forward(file, tensors, [*prompt, *tokens])[0][len(prompt) - 1 : -1]
         assert tokens == np.argmax(logits, axis=-1).tolist()

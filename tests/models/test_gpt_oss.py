@@ -449,14 +449,14 @@ def make_pair() -> tuple[Pair, dict[str, Any], dict[str, np.ndarray]]:
     return pair, file, tensors
 
 
-def test_greedy_text_with_a_drafter_is_that_without() -> None:
+def test_greedy_text_with_a_drafter_is_that_without(all_cases: bool) -> None:
     """Prompts of several lengths in pages, across windows and with sinks: every token is the float64 model's choice."""
     pair, file, tensors = make_pair()
     prompts, params = random_prompts([1, 5, 33, 70]), SamplingParams(max_tokens=40)
     drafted, counts, _ = pair.run(prompts, params)
-    plain, _, _ = pair.run(prompts, params, draft=False)
-    assert drafted == plain
+    if all_cases:
+        assert drafted == pair.run(prompts, params, draft=False)[0]
     assert {count for each in counts for count in each} >= {1, 2, 3}
-    for prompt, tokens in zip(prompts, plain, strict=True):
+    for prompt, tokens in zip(prompts, drafted, strict=True):
         logits = forward(file, tensors, [*prompt, *tokens])[0][len(prompt) - 1 : -1]
         assert tokens == np.argmax(logits, axis=-1).tolist()

@@ -67,6 +67,8 @@ def test_what_targets_say() -> None:
         rope_parameters={FULL: ropes[FULL]},
     )  # fmt: skip
     assert (wide.layer_heads, wide.windows, wide.gating) == ((4,) * 4, (None,) * 4, "per-element")
+    alone = read(TARGET, shared_expert_intermediate_size=0)
+    assert not any(".shared." in row.name for row in family_for(alone).parameters(alone))
 
 
 @pytest.mark.parametrize(
@@ -77,7 +79,8 @@ def test_what_targets_say() -> None:
         ({"gating": "per-layer"}, "gating must be"), ({"gating_types": ["per_element"] * 4}, "gating_types must be per_head"),
         ({"mlp_only_layers": [1]}, "keep what the model"), ({"decoder_sparse_step": 2}, "decoder_sparse_step must be 1"),
         ({"mlp_layer_types": ["dense"]}, "mlp_layer_types must list"), ({"attention_bias": True}, "attention_bias must be false"),
-        ({"layer_types": ["linear_attention"] * 4}, "layer_types must list"), ({"num_experts_per_tok": 9}, "is more than"),
+        ({"layer_types": ["linear_attention"] * 4}, "layer_types must list"),
+        ({"layer_types": [FULL, {}, FULL, FULL]}, "layer_types must list"), ({"num_experts_per_tok": 9}, "is more than"),
         ({"moe_apply_router_weight_on_input": True}, "moe_apply_router_weight_on_input=True"),
         ({"moe_router_score_func": "sqrtsoftplus"}, "moe_router_score_func="), ({"norm_topk_prob": False}, "norm_topk_prob=False"),
         ({"rope_parameters": {FULL: TARGET["rope_parameters"][FULL]}}, "says how these rotate"),

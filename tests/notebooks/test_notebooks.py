@@ -23,9 +23,9 @@ PUBLIC = ("dflash_jax", "dflash_jax.bench", "dflash_kernels")
 COMMAND = ("dflash_jax.cli", "main")
 # What these decode as they stand takes longer than compiling it, and optimising saves more than it costs.
 DECODING = ("01_quickstart",)
-# Shorter texts, one user and fewer steps, where not all cases run: every cell does what it does.
+# Shorter texts, one prompt, one user and fewer steps, where not all cases run: every cell does what it does.
 SMALLER = {
-    "01_quickstart": {"max_tokens=64": "max_tokens=8"},
+    "01_quickstart": {"max_tokens=64": "max_tokens=8", "model, prompts, params": "model, prompts[:1], params"},
     "02_your_own_models": {"max_tokens=40": "max_tokens=8"},
     "05_benchmark": {"max_batch=2": "max_batch=1", "prompts, 32)": "prompts, 8)", "users in (1, 2)": "users in (1,)"},
     "06_train_a_drafter": {"--steps 20": "--steps 4"},
