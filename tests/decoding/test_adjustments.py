@@ -18,7 +18,7 @@ from dflash_jax.engine.requests import Request, adjustments
 from dflash_jax.models.registry import bind
 from dflash_jax.sampling_params import SamplingParams
 
-from ..random_pair import VOCAB
+from ..random_pair import VOCAB, of_one_shape
 from .chi_square import count, p_value
 from .test_sampling_law import BAD, GOOD, SAMPLES, START, TARGET, law_of, requests
 
@@ -172,6 +172,7 @@ def texts_of(pair: Any, asks: list[Request], *, draft: bool) -> tuple[list[list[
 
 def test_texts_are_defined_and_drafting_changes_none(make_pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = make_pair(max_batch=2, num_pages=5, max_model_len=64)
+    of_one_shape(pair.engine)
     base, _ = texts_of(
         pair, [asked(i, PROMPTS[i], max_tokens=TOKENS, logit_bias={96: -1}) for i in range(2)], draft=False
     )

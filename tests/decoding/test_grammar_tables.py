@@ -16,7 +16,7 @@ from dflash_jax.decoding.token_automata import FREE
 from dflash_jax.engine import batch
 
 from ..hybrid_pair import hybrid_pair
-from ..random_pair import VOCAB
+from ..random_pair import VOCAB, of_one_shape
 from .test_adjustments import EVERYTHING, PROMPTS, asked, texts_of
 from .test_grammar_masks import END, FIRST, automaton_of, grammar_of, with_table
 
@@ -37,6 +37,7 @@ def test_texts_are_those_of_the_host(make_pair: Any, monkeypatch: Any) -> None:
     """Greedy and sampled, with filters and penalties, plain and drafted, where slots are lost, and where a grammar that the host
     has to be asked for comes and goes."""
     pair = make_pair(max_batch=2, num_pages=5, max_model_len=64)
+    of_one_shape(pair.engine)
     tables = [tabled(pattern) for pattern in PATTERNS]
     many = {"max_tokens": 40}
     asks = [

@@ -15,7 +15,7 @@ from dflash_jax.engine.resources import Resources
 from dflash_jax.errors import CapacityError
 from dflash_jax.sampling_params import SamplingParams
 
-from ..random_pair import Pair, draft_config, random_prompts, target_config
+from ..random_pair import Pair, draft_config, of_one_shape, random_prompts, target_config
 from .schedules import make_texts, play
 
 OPTIONS = {"max_model_len": 640, "page_size": 32, "max_chunk": 128, "max_batch": 2}
@@ -28,13 +28,8 @@ def pair() -> Pair:
     """A window in one layer of each model."""
     draft = draft_config(num_layers=2, windows=(60, None), causal=(True, False))
     made = Pair(target_config(windows=(20, None)), draft, **OPTIONS)
-    _of_one_shape(made.engine)
+    of_one_shape(made.engine)
     return made
-
-
-def _of_one_shape(engine) -> None:
-    """Compiles each program once."""
-    engine.buckets = replace(engine.buckets, batch=(2,), width=engine.buckets.width[-1:])
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +37,7 @@ def texts(pair) -> list[list[int]]:
     """Of an engine that keeps all pages, without its drafter."""
     whole = replace(pair.engine, slides=False, share_prefixes=False, num_pages=0)
     assert len(whole.groups) == 1
-    _of_one_shape(whole)
+    of_one_shape(whole)
     other = object.__new__(Pair)
     other.engine = whole
     return other.run(PROMPTS, PARAMS, draft=False)[0]

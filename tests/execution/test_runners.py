@@ -5,7 +5,7 @@ import dataclasses
 import re
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +47,18 @@ def runs(plan: ExecutionPlan, model: Any, x: jax.Array, rotary: Rotary, attend: 
     return [*streams, hidden]
 
 
+def program(config: Any, inputs: dict[str, Any]) -> Callable[[ExecutionPlan, Any], list[jax.Array]]:
+    """`runs` of a plan and parameters: operation by operation, each would be compiled by itself."""
+    ids, positions = jnp.asarray(inputs["ids"]), jnp.asarray(inputs["positions"])
+
+    @partial(jax.jit, static_argnums=0)
+    def run(chosen: ExecutionPlan, params: Any) -> list[jax.Array]:
+        model: Any = bind(config, params)
+        return runs(chosen, model, model.embed(ids), model.rotary(positions), dense_attend())
+
+    return run
+
+
 def agree(theirs: list[jax.Array], ours: list[jax.Array]) -> None:
     for expected, found in zip(theirs, ours, strict=True):
         np.testing.assert_allclose(np.asarray(found), np.asarray(expected), atol=1e-5 * float(jnp.abs(expected).max()))
@@ -57,12 +69,10 @@ def agree(theirs: list[jax.Array], ours: list[jax.Array]) -> None:
 def test_fused_runners_agree_with_layers_called_one_by_one(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where traits allow them: with sliding windows, partial rotation and biases, but not one of attention's output."""
     config, params, inputs, _ = golden(case)
-    model: Any = bind(config, params)
-    ids, positions = jnp.asarray(inputs["ids"]), jnp.asarray(inputs["positions"])
-    x, rotary = model.embed(ids), model.rotary(positions)
-    theirs = runs(PLAIN, model, x, rotary, dense_attend())
+    run = program(config, inputs)
+    theirs = run(PLAIN, params)
     assert len(theirs) == config.num_layers + 1
-    call, weights = CallShape(ids.shape[0], ids.shape[1], x.dtype), weight_format(params)
+    call, weights = CallShape(*inputs["ids"].shape, theirs[0].dtype), weight_format(params)
     assert choose(layer_traits(config), call, weights).runner == "plain"  # on a CPU
     monkeypatch.setattr(plan, "layer_chain_refusal", lambda *_, **__: None)
     monkeypatch.setattr(plan, "dense_refusal", lambda *_: None)
@@ -70,23 +80,21 @@ def test_fused_runners_agree_with_layers_called_one_by_one(case: str, monkeypatc
         chosen = choose(layer_traits(config), call, weights)
         fitting = layer_traits(config).bias != "all" and layer_traits(config).feed_forward == "dense"
         assert chosen.runner == (wanted if fitting else "plain")
-        agree(theirs, runs(chosen, model, x, rotary, dense_attend()))
+        agree(theirs, run(chosen, params))
         monkeypatch.setattr(switches, "PERSISTENT", False)
 
 
 @pytest.mark.parametrize("case", cases("qwen3_moe"))
 def test_layers_with_experts_agree_with_layers_called_one_by_one(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config, params, inputs, _ = golden(case)
-    model: Any = bind(config, params)
-    ids = jnp.asarray(inputs["ids"])
-    x, rotary = model.embed(ids), model.rotary(jnp.asarray(inputs["positions"]))
-    theirs = runs(PLAIN, model, x, rotary, dense_attend())
-    call, weights = CallShape(ids.shape[0], ids.shape[1], x.dtype), weight_format(params)
+    run = program(config, inputs)
+    theirs = run(PLAIN, params)
+    call, weights = CallShape(*inputs["ids"].shape, theirs[0].dtype), weight_format(params)
     assert choose(layer_traits(config), call, weights).runner == "plain"  # without a kernel
     monkeypatch.setattr(plan, "routed_experts_refusal", lambda *_, **__: None)
     chosen = choose(layer_traits(config), call, weights)
     assert chosen.runner == "fused_moe"
-    agree(theirs, runs(chosen, model, x, rotary, dense_attend()))
+    agree(theirs, run(chosen, params))
 
 
 @pytest.mark.few("qwen3_5_moe")
@@ -207,23 +215,26 @@ def test_attention_in_the_same_kernel(case: str, monkeypatch: pytest.MonkeyPatch
     config, params, inputs, _ = golden(case.replace("opened", "window"))
     if case == "qwen2_opened":
         config = dataclasses.replace(config, windows=(None,) * config.num_layers)
-    model: Any = bind(config, params)
     ids = jnp.asarray(inputs["ids"])[:1, :4].repeat(2, axis=0)
     table, pages = jnp.asarray([[2, 0, 5], [1, 4, 3]]), make_pages(config, 6, 4, jnp.dtype(jnp.float32))
     monkeypatch.setattr(plan, "layer_chain_refusal", lambda *_, **__: None)
     call = CallShape(2, 4, jnp.dtype(jnp.float32), PageShape(4, 3, jnp.dtype(jnp.float32)))
 
     def run(**options: Any) -> tuple[ExecutionPlan, list[Any]]:
-        held, found = pages, []
         shape = dataclasses.replace(call, pages=None) if options else call
         chosen = choose(layer_traits(config), shape, weight_format(params))
-        for first, lens in ((0, [4, 3]), (4, [1, 0])):
-            positions = first + jnp.arange(4)[None].repeat(2, axis=0)
-            attend = PagedAttend(table, positions, jnp.asarray(lens), held.page_size, **options)
-            run, x, rotary = Planned(chosen), model.embed(ids), model.rotary(positions)
-            *outs, held = run(model.layers, model.norm, x, rotary, attend, held)
-            found.append(outs)
-        return chosen, [found, held]
+
+        def calls(params: Any, held: Any) -> list[Any]:
+            model, found = cast(Any, bind(config, params)), []
+            for first, lens in ((0, [4, 3]), (4, [1, 0])):
+                positions = first + jnp.arange(4)[None].repeat(2, axis=0)
+                attend = PagedAttend(table, positions, jnp.asarray(lens), held.page_size, **options)
+                x, rotary = model.embed(ids), model.rotary(positions)
+                *outs, held = Planned(chosen)(model.layers, model.norm, x, rotary, attend, held)
+                found.append(outs)
+            return [found, held]
+
+        return chosen, jax.jit(calls)(params, pages)
 
     monkeypatch.setattr(plan, "attention_chain_refusal", lambda *_, **__: "apart")
     apart_plan, apart = run()
@@ -270,10 +281,9 @@ def test_products_of_some_hundred_rows_are_kernels() -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_best_token_is_that_of_the_greatest_logit(case: str) -> None:
-    config, params, inputs, _ = golden(case)
-    model: Any = bind(config, params)
-    hidden = model(jnp.asarray(inputs["ids"]), jnp.asarray(inputs["positions"]), dense_attend())[0]
-    np.testing.assert_array_equal(np.asarray(model.best(hidden)), np.argmax(np.asarray(model.logits(hidden)), axis=-1))
+    config, params, _, expected = golden(case)
+    best = bind(config, params).best(jnp.asarray(expected["final_norm"]))
+    np.testing.assert_array_equal(np.asarray(best), np.argmax(expected["logits"], axis=-1))
 
 
 @pytest.mark.gpu

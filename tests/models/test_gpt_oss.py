@@ -289,17 +289,21 @@ def test_the_fused_runner_agrees_with_layers_called_one_by_one(tokens: int, monk
     params = gpt_oss_derived(config, init_params(gpt_oss_parameters(config), jax.random.key(0)))
     drawn = [name for name in params if name.endswith((".bias", "norm.weight", ".sinks"))]
     params |= {name: 1 + jax.random.normal(jax.random.key(len(name)), params[name].shape) for name in drawn}
-    model: Any = bind(config, tile_experts(config, params))
+    tiled = tile_experts(config, params)
     monkeypatch.setattr(plan, "mxfp4_mixture_refusal", lambda *_, **__: None)
     chosen = choose(
         layer_traits(config), CallShape(1, tokens, jnp.dtype("float32")), WeightFormat("float32", experts="mxfp4_tiles")
     )
     assert chosen.runner == "fused_moe"
-    x, rotary = model.embed(jnp.arange(tokens)[None]), model.rotary(jnp.arange(tokens)[None])
 
     def run(one: ExecutionPlan) -> list[jax.Array]:
-        streams, last, _ = Planned(one)(model.layers, model.norm, x, rotary, dense_attend(), None)
-        return [*streams, last]
+        def outputs(params: Any, ids: jax.Array) -> list[jax.Array]:
+            model: Any = bind(config, params)
+            rotary = model.rotary(jnp.arange(tokens)[None])
+            streams, last, _ = Planned(one)(model.layers, model.norm, model.embed(ids), rotary, dense_attend(), None)
+            return [*streams, last]
+
+        return jax.jit(outputs)(tiled, jnp.arange(tokens)[None])
 
     for expected, found in zip(run(PLAIN), run(chosen), strict=True):
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * float(jnp.abs(expected).max()))
