@@ -78,7 +78,10 @@ _LARGEST = {
     "n_shared_experts": 1 << 14, "num_shared_experts": 1 << 14, "num_experts_per_tok": 1 << 14, "experts_per_token": 1 << 14,
     "q_lora_rank": 1 << 20, "kv_lora_rank": 1 << 20, "qk_nope_head_dim": 1 << 14, "qk_rope_head_dim": 1 << 14,
     "v_head_dim": 1 << 14, "block_size": MAX_BLOCK, "index_topk": MAX_POSITION, "index_n_heads": 1 << 14, "index_heads": 1 << 14,
-    "index_head_dim": 1 << 14, "index_topk_freq": MAX_LAYERS, "index_skip_topk_offset": MAX_LAYERS,
+    "index_head_dim": 1 << 14, "index_topk_freq": MAX_LAYERS, "index_skip_topk_offset": MAX_LAYERS, "index_block_size": 1 << 20,
+    "index_topk_blocks": 1 << 20, "index_local_blocks": 1 << 20, "sparse_index_dim": 1 << 14, "sparse_num_index_heads": 1 << 14,
+    "sparse_block_size": 1 << 20, "sparse_topk_blocks": 1 << 20, "sparse_local_block": 1 << 20,
+    "dense_intermediate_size": 1 << 24, "shared_intermediate_size": 1 << 24,
 }  # fmt: skip
 _MOST_SHOWN = 200
 

@@ -177,6 +177,21 @@ TARGETS: dict[str, dict[str, Any]] = {
         "scoring_func": "sigmoid", "shared_intermediate_size": 0, "shared_moe_mode": "sigmoid", "use_mtp": True,
         "use_qk_norm": True, "use_routing_bias": True,
     },
+    "MiniMax-M3": _text_model(
+        "MiniMaxM3SparseForConditionalGeneration", "minimax_m3_vl", SIZES | BOOKS | {
+            "architectures": ["MiniMaxM3SparseForCausalLM"], "model_type": "minimax_m3_text", "attention_output_gate": False,
+            "dense_intermediate_size": 40, "hidden_act": "swigluoai", "intermediate_size": 24, "moe_layer_freq": [0, 1, 1, 1],
+            "n_shared_experts": 1, "num_experts_per_tok": 2, "num_local_experts": 4, "num_mtp_modules": 1,
+            "partial_rotary_factor": 0.5, "qk_norm_type": "per_head", "rope_theta": 5e6, "rotary_dim": 8,
+            "routed_scaling_factor": 2.0, "scoring_func": "sigmoid", "shared_intermediate_size": 24, "swiglu_alpha": 1.702,
+            "swiglu_limit": 7.0, "use_gemma_norm": True, "use_qk_norm": True, "use_routing_bias": True,
+            "sparse_attention_config": {
+                "use_sparse_attention": True, "sparse_attention_freq": [0, 1, 1, 1], "sparse_block_size": 4,
+                "sparse_disable_index_value": [0, 1, 1, 1], "sparse_index_dim": 16, "sparse_init_block": 0,
+                "sparse_local_block": 1, "sparse_num_index_heads": 2, "sparse_score_type": "max", "sparse_topk_blocks": 3,
+            },
+        },
+    ),
     "Mistral Small 4": _text_model(
         "Mistral3ForConditionalGeneration", "mistral3",
         {key: value for key, value in SIZES.items() if key != "head_dim"} | BOOKS | {
@@ -227,7 +242,7 @@ TARGETS: dict[str, dict[str, Any]] = {
 REFUSED_TARGETS: dict[str, tuple[str, ...]] = {
     "Qwen3.8-Flash-Next": ("Qwen4ExpForConditionalGeneration",),
     "DeepSeek V4": ("DeepseekV4ForCausalLM",),
-    "MiniMax-M3 and M3.1": (),
+    "MiniMax-M3.1": (),
     "Kimi K3": (),
     "Inkling": (),
     "Beam": (),
@@ -414,6 +429,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "NVIDIA DSpark": _OF_NVIDIA_DSPARK,
     "NVIDIA DSpark in NVFP4": _OF_NVIDIA_DSPARK | _IN_NVFP4,
     "NVIDIA DFlash in NVFP4": _OF_NVIDIA_DFLASH | _IN_NVFP4,
+    "Model Optimizer DSpark": SIZES | BOOKS | {
+        "architectures": ["Qwen3DSparkModel"], "model_type": "qwen3", "block_size": 4, "layer_types": ["sliding_attention"] * 2,
+        "num_hidden_layers": 2, "num_target_layers": LAYERS, "rope_scaling": None, "rope_theta": 5e6, "sliding_window": 9,
+        "torch_dtype": "float32", "dflash_config": TAPS | {
+            "causal": False, "markov_head_type": "vanilla", "markov_rank": 6, "projector_type": "dspark", "shift_label": True,
+            "swa_window_size": 9, "use_confidence_head": True, "use_swa": True,
+        },
+    },
     "LiLiCorr": BACKBONE | {
         "architectures": ["LiLiCorrDraftModel"], "dflash_config": TAPS | LILICORR | {"block_size": 4},
     },
@@ -451,5 +474,6 @@ BROUGHT: dict[str, tuple[str, ...]] = {
     **{name: ("embed_tokens.weight", "lm_head.weight") for name in LAYOUTS if name.startswith("DeepSpec")},
     "layers of Laguna": ("aux_hidden_norms.0.weight", "layers.0.self_attn.qkv_proj.weight"),
     "MiMo": ("mask_embedding",),
+    "Model Optimizer DSpark": ("embed_tokens.weight",),
     "z-lab DFlash 2, mask in a pickle": ("mask_embedding", "embed_tokens.weight", "lm_head.weight"),
 }

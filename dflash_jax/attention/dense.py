@@ -8,10 +8,11 @@ from dflash_kernels import index_select
 from dflash_kernels.attention.index.reference import head_scores
 from jaxtyping import Array, Bool, Float
 
+from dflash_jax.attention.blocks import visible_keys
 from dflash_jax.attention.mla import LatentLayer
 from dflash_jax.attention.pooled import chosen_tokens, pooled_keys
 from dflash_jax.cache.recurrent import zero_state
-from dflash_jax.models.layers import Attention, Cache, IndexRows, PooledRows, Rotary
+from dflash_jax.models.layers import Attention, BlockRows, Cache, IndexRows, PooledRows, Rotary
 
 
 class DenseAttend:
@@ -75,6 +76,24 @@ class DenseAttend:
         visible = visible.at[places].set(True, mode="drop", wrap_negative_indices=False)
         return DenseAttend(visible, None).latent_parts(layer, *layer.parts(q, row, None)), cache
 
+    def blocks(
+        self, layer: Any, qkv: Array, index: BlockRows, rotary: Rotary, cache: Cache = None
+    ) -> tuple[Array, Cache]:
+        """Attention to the blocks that an indexer chooses. Blocks begin with the call's tokens, so there is no mask.
+
+        Raises:
+          NotImplementedError: there is one.
+        """
+        if self.mask is not None:
+            raise NotImplementedError("blocks of keys begin where a text does: give one text in a row, and no mask")
+        positions = jnp.broadcast_to(jnp.arange(qkv.shape[1]), qkv.shape[:2])
+        options = {
+            "block": layer.config.index_block,
+            "count": layer.config.index_blocks,
+            "local": layer.config.index_local,
+        }
+        return DenseAttend(visible_keys(index, positions, **options), None)(layer, qkv, rotary, cache)
+
     def chosen(self, index: IndexRows, count: int) -> Bool[Array, "B T T"]:
         """The `count` keys with the best scores of those that each query sees."""
         scores = head_scores(index.q, index.k, index.weights)
@@ -122,14 +141,14 @@ def masked_attention(
     q: Float[Array, "B T N H"],
     k: Float[Array, "B S K H"],
     v: Float[Array, "B S K h"],
-    mask: Bool[Array, "b T S"],
+    mask: Bool[Array, "b *K T S"],
     scale: float,
     sinks: Float[Array, "N"] | None = None,
     soft_cap: float | None = None,
 ) -> Float[Array, "B T N h"]:
     """Grouped-query attention with a softmax in at least float32; `sinks` add exp(sink) to each head's denominator.
 
-    `soft_cap`: c of `c * tanh(score / c)`.
+    `mask`: one for all heads, or one for each key head. `soft_cap`: c of `c * tanh(score / c)`.
     """
     wide = jnp.promote_types(q.dtype, jnp.float32)
     b, t, n, h = q.shape
@@ -137,7 +156,7 @@ def masked_attention(
     grouped = q.reshape(b, t, k.shape[2], -1, h)
     scores = jnp.einsum("btkgh,bskh->bkgts", grouped, k, precision=precision).astype(wide) * scale
     scores = scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
-    scores = jnp.where(mask[:, None, None], scores, -jnp.inf)
+    scores = jnp.where(mask[:, None, None] if mask.ndim == 3 else mask[:, :, None], scores, -jnp.inf)
     if sinks is not None:
         column = sinks.astype(wide).reshape(1, k.shape[2], -1, 1, 1)
         scores = jnp.concatenate([scores, jnp.broadcast_to(column, (*scores.shape[:-1], 1))], axis=-1)

@@ -23,6 +23,7 @@ from dflash_kernels import (
 )
 from jaxtyping import Array, Bool, Float, Int
 
+from dflash_jax.attention.blocks import block_attention
 from dflash_jax.attention.cascade import SharedPages, cascade_attention, split_tables
 from dflash_jax.attention.context_parallel import absorbed_over_ranks, most_queries, slots_on_rank
 from dflash_jax.attention.context_parallel_heads import heads_over_ranks
@@ -34,7 +35,7 @@ from dflash_jax.cache.pages import Pages, slots_of
 from dflash_jax.execution import switches
 from dflash_jax.models.deepseek import MLAttention
 from dflash_jax.models.dflash import DFlash
-from dflash_jax.models.layers import Attention, Rotary
+from dflash_jax.models.layers import Attention, BlockRows, Rotary
 from dflash_jax.parallel.collectives import ranks_here
 
 
@@ -132,6 +133,10 @@ class PagedAttend:
         else:
             q = layer.queries(qkv, rotary)
         return self._over(layer, q, cache), cache
+
+    def blocks(self, layer: Any, qkv: Array, index: BlockRows, rotary: Rotary, cache: Pages) -> tuple[Array, Pages]:
+        """See `BlockAttend`."""
+        return block_attention(self, layer, qkv, index, rotary, cache)
 
     def of_rows(
         self, layer: Attention, x: Array, rotary: Rotary, cache: Pages, added: AddNorm | None = None

@@ -122,7 +122,7 @@ def prefilling(
 
 def _with_states(paged: PagedAttend, pages: Pages, states: tuple[State, ...], mix: Mix) -> tuple[Any, Any]:
     if not states:
-        return (IndexedPages(paged), IndexedCache(pages, None)) if pages.index else (paged, pages)
+        return (IndexedPages(paged), IndexedCache(pages, None)) if pages.index and not pages.v else (paged, pages)
     return HybridAttend(paged, mix), HybridCache(pages, states, (None,) * len(states))
 
 

@@ -69,9 +69,11 @@ def layer_specs(config: DecoderConfig, cache_dtype: CacheFormat = None) -> tuple
         )  # fmt: skip
     # Where some layers have no pages, those with windows that have come before the others.
     windows = config.windows[: config.cached_layers] or (None,) * config.cached_layers
+    chooses: tuple[bool, ...] = getattr(config, "indexers", (False,) * config.cached_layers)
+    width: int = getattr(config, "index_head_dim", 0)
     return tuple(
-        LayerSpec(heads, dim, value_dim, window=window, kept=how)
-        for (heads, dim), value_dim, window, how in zip(
-            config.key_shapes, config.value_dims, windows, kept, strict=True
+        LayerSpec(heads, dim, value_dim, index=width if own else 0, wide_index=own, window=window, kept=how)
+        for (heads, dim), value_dim, own, window, how in zip(
+            config.key_shapes, config.value_dims, chooses, windows, kept, strict=True
         )
     )

@@ -42,6 +42,7 @@ KNOWN_DRAFTERS: Mapping[str, str] = {
     "meta-models/Muse-Glimmer-30B": "z-lab/Muse-Glimmer-30B-DFlash2",
     "JetBrains/Mellum2-12B-A2.5B-Thinking": "RedHatAI/Mellum2-12B-A2.5B-Thinking-speculator.dflash",
     "MiniMaxAI/MiniMax-M2.5": "z-lab/MiniMax-M2.5-DFlash",
+    "MiniMaxAI/MiniMax-M3": "nvidia/MiniMax-M3-DSpark",
     "mistralai/Mistral-Small-4-119B-2603": "RedHatAI/Mistral-Small-4-119B-2603-speculator.dspark",
     "XiaomiMiMo/MiMo-V2.5": "XiaomiMiMo/MiMo-V2.5-DFlash/dflash",
     "XiaomiMiMo/MiMo-V2.5-Pro-FP4-DFlash": "XiaomiMiMo/MiMo-V2.5-Pro-FP4-DFlash/dflash",

@@ -356,6 +356,8 @@ def _layers_refusal(traits: LayerTraits, activation: Activation = "silu") -> str
         return "queries and keys are normed over all heads at once, which no fused runner does"
     if traits.uneven_heads:
         return "heads are gated one by one, differ by layer or have values of another size, which no fused runner does"
+    if traits.block_sparse:
+        return "heads attend to blocks that an indexer chooses, which no fused runner has"
     if traits.normed_out:
         return "what comes out of a sublayer is normed before it is added, for which kernels have no epilogue"
     if traits.activation != activation:

@@ -81,7 +81,7 @@ _NEUTRAL_VALUES = {
     "attention_mode": (None, "gqa"), "confidence_head_with_markov": (None, False), "dspark_draft_topk": (None, 0),
     "dspark_fixup_head_type": (None, "markov"),
     "enable_confidence_head": (None, False), "markov_head_type": (None,), "pure_draft_prefix_len": (None, 0),
-    "shift_label": (None, False),
+    "shift_label": (None, False), "use_confidence_head": (None, False),
 }  # fmt: skip
 
 
@@ -482,8 +482,9 @@ def _from_anchor(source: Source, keys: KeyReader, head: HeadConfig | None, proje
     """Whether slots predict the token after their own position.
 
     v1, DFlash 2, XPress and LiLiCorr fill in, Domino does unless `shift_label` is true. DSpark's files need not say what theirs do:
-    `sample_from_anchor` counts, then `dspark_bonus_anchor`, which is its opposite. Without either, files of trainers that always
-    draft from the anchor do so for every engine that reads them. What is left engines read in two ways.
+    `sample_from_anchor` counts, or `dspark_bonus_anchor`, which is its opposite, or Model Optimizer's `shift_label`. Without any,
+    files of trainers that always draft from the anchor do so for every engine that reads them. What is left engines read in two
+    ways.
 
     Raises:
       ConfigError: the file says two things, or engines differ in what it leaves out.
@@ -502,6 +503,14 @@ def _from_anchor(source: Source, keys: KeyReader, head: HeadConfig | None, proje
         return source("shift_label").flag("shift_label", default=bool(anchor))
     if head is not None and head.kind in ("xpress", "lilicorr") and anchor:
         raise ConfigError(f"{keys.subject}: sample_from_anchor must be false with a draft head of kind {head.kind}")
+    if markov and (reader := source("shift_label")).get("shift_label") is not None:
+        shifts = reader.flag("shift_label")
+        if anchor is (not shifts) or bonus is shifts:
+            raise ConfigError(
+                f"{keys.subject}: shift_label={shifts} contradicts sample_from_anchor={anchor} or dspark_bonus_anchor={bonus}: "
+                "keep the one that the drafter was trained with"
+            )
+        return shifts
     if anchor is not None:
         return anchor
     if bonus is not None and (bonus or markov):

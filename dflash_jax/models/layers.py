@@ -23,6 +23,8 @@ from dflash_jax.parallel.collectives import best_of_ranks, reduced
 from dflash_jax.parallel.cut import by_columns, by_rows
 from dflash_jax.quantization.weights import Quantised, best_product, product, summed_rows
 
+SWIGLU_ALPHA = 1.702  # on the gate inside its sigmoid, in "clamped_swiglu"
+
 
 def relu_squared(x: Array) -> Array:
     """`max(x, 0)^2` (Primer, arXiv 2109.08668, section 4)."""
@@ -112,6 +114,22 @@ class PooledAttend(Protocol):
     def pooled(self, layer: Any, q: Array, row: Array, index: PooledRows, cache: Cache) -> tuple[Array, Cache]:
         """As `LatentAttend.latent` of rows that nothing rotates, over the pools with `layer.config.index_topk` tokens that have the
         best scores, and the tokens behind the last whole pool."""
+        ...
+
+
+class BlockRows(NamedTuple):
+    """Outputs of an indexer of blocks for tokens, normed and rotated: queries `[B,T,K,E]`, one a key head, and keys `[B,T,E]`."""
+
+    q: Array
+    k: Array
+
+
+@runtime_checkable
+class BlockAttend(Protocol):
+    """Attention of the heads of each key head to the blocks of keys that an indexer chooses for them."""
+
+    def blocks(self, layer: Any, qkv: Array, index: BlockRows, rotary: Rotary, cache: Cache) -> tuple[Array, Cache]:
+        """As `Attend`, over `layer.config.index_blocks` blocks of `index_block` keys, of which the last `index_local` always."""
         ...
 
 
@@ -546,10 +564,16 @@ class RecurrentMixer(nnx.Module):
 
 
 def gated(both: Float[Array, "... F2"], activation: Activation, limit: float | None) -> Float[Array, "... F"]:
-    """Of gates and what they multiply, both side by side; `limit` bounds gates from above and the others from both sides."""
+    """Of gates and what they multiply, both side by side; `limit` bounds gates from above and the others from both sides.
+
+    "clamped_swiglu" is `(u + 1) * g * sigmoid(alpha * g)`, in float32.
+    """
     gate, up = jnp.split(both, 2, axis=-1)
     if limit is not None:
         gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    if activation == "clamped_swiglu":
+        gate, up = gate.astype(jnp.float32), up.astype(jnp.float32)
+        return ((up + 1) * gate * jax.nn.sigmoid(SWIGLU_ALPHA * gate)).astype(both.dtype)
     return ACTIVATIONS[activation](gate) * up
 
 

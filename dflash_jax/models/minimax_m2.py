@@ -16,7 +16,7 @@ from dflash_jax.config import NEUTRAL_KEYS, NEUTRAL_VALUES, DecoderConfig, KeyRe
 from dflash_jax.errors import ConfigError
 from dflash_jax.models.decoder import Decoder, target_parameters
 from dflash_jax.models.layers import Attend, Attention, Cache, DecoderLayer, RMSNorm, Rotary, decoder_parameters, rotate
-from dflash_jax.models.moe import MoE, expert_traits
+from dflash_jax.models.moe import ExpertsConfig, MoE, expert_traits
 from dflash_jax.models.parameters import Parameter, Source, single
 from dflash_jax.models.qwen3 import qwen3_canonical
 from dflash_jax.models.traits import LayerTraits, decoder_traits
@@ -157,14 +157,15 @@ def minimax_m2_parameters(config: MiniMaxM2Config) -> tuple[Parameter, ...]:
         return [
             single(f"{attn}query_norm.weight", f"{theirs_attn}q_norm.weight", (n * h,), cut=by_rows((n * h, n))),
             single(f"{attn}key_norm.weight", f"{theirs_attn}k_norm.weight", (k * h,), cut=by_rows((k * h, k))),
-            *_experts(config, ours, theirs.replace("mlp.", "block_sparse_moe.")),
+            *expert_parameters(config, ours, theirs.replace("mlp.", "block_sparse_moe.")),
         ]
 
     layers = decoder_parameters(config, "model.", minimax_m2_traits(config), feed_forward=feed_forward)
     return target_parameters(config, layers, tied=config.tie_embeddings)
 
 
-def _experts(config: MiniMaxM2Config, ours: str, theirs: str) -> list[Parameter]:
+def expert_parameters(config: ExpertsConfig, ours: str, theirs: str) -> list[Parameter]:
+    """Parameters of one layer's routed experts and their router, by the names of MiniMax's releases."""
     e, d, f = config.num_experts, config.hidden_size, config.moe_intermediate_size
     experts = [f"{theirs}experts.{index}." for index in range(e)]
     gates = tuple(Source(f"{one}{name}.weight", (f, d)) for one in experts for name in ("w1", "w3"))

@@ -332,18 +332,25 @@ class MoE(nnx.Module):
     Args:
       shared: that width; None for that of `num_shared_experts` routed ones.
       gated: whether a token weights what its shared experts give, by the sigmoid of one product.
-      limit: of all experts, see `layers.gated`.
+      activation, limit: of all experts, see `layers.gated`.
     """
 
     routed = True
 
     def __init__(
-        self, config: ExpertsConfig, *, shared: int | None = None, gated: bool = False, limit: float | None = None
+        self,
+        config: ExpertsConfig,
+        *,
+        shared: int | None = None,
+        gated: bool = False,
+        activation: Activation = "silu",
+        limit: float | None = None,
     ):
         shared = config.moe_intermediate_size * config.num_shared_experts if shared is None else shared
         among = gated and shared_among_routed(config, shared)
-        self.router, self.experts = Router(config, shared=among), Experts(config, shared=among, limit=limit)
-        self.shared = MLP(config.hidden_size, shared, summed=False, limit=limit) if shared and not among else None
+        how: dict[str, Any] = {"activation": activation, "limit": limit}
+        self.router, self.experts = Router(config, shared=among), Experts(config, shared=among, **how)
+        self.shared = MLP(config.hidden_size, shared, summed=False, **how) if shared and not among else None
         self.shared_gate = Linear(1, config.hidden_size) if gated and not among else None
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:

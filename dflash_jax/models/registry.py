@@ -87,6 +87,15 @@ from dflash_jax.models.minimax_m2 import (
     minimax_m2_parameters,
     minimax_m2_traits,
 )
+from dflash_jax.models.minimax_m3 import ARCHITECTURES as MINIMAX_M3_ARCHITECTURES
+from dflash_jax.models.minimax_m3 import MODEL_TYPES as MINIMAX_M3_TYPES
+from dflash_jax.models.minimax_m3 import (
+    MiniMaxM3,
+    MiniMaxM3Config,
+    minimax_m3_canonical,
+    minimax_m3_parameters,
+    minimax_m3_traits,
+)
 from dflash_jax.models.mistral import Mistral, MistralConfig, mistral_canonical, mistral_parameters, mistral_traits
 from dflash_jax.models.mistral4 import ARCHITECTURES as MISTRAL4_ARCHITECTURES
 from dflash_jax.models.mistral4 import (
@@ -261,6 +270,15 @@ def _own_heads(config: LagunaConfig) -> dict[str, Any]:
     return {"layer_heads": list(config.layer_heads)} | _experts(config)
 
 
+def _blocks(config: MiniMaxM3Config) -> dict[str, Any]:
+    sizes = {
+        "index_block": config.index_block,
+        "index_blocks": config.index_blocks,
+        "index_layers": sum(config.indexers),
+    }
+    return sizes | _experts(config)
+
+
 def _own_values(config: MimoV2Config) -> dict[str, Any]:
     full = {"full_attention_kv_heads": config.full_kv_heads, "full_attention_head_dim": config.head_dim}
     return full | {"value_dim": config.value_dim} | _experts(config)
@@ -340,6 +358,10 @@ FAMILIES = (
     Family(
         "minimax_m2", "target", ("MiniMaxM2ForCausalLM",), MiniMaxM2Config, MiniMaxM2, minimax_m2_parameters,
         minimax_m2_canonical, traits=minimax_m2_traits, facts=_experts,
+    ),
+    Family(
+        "minimax_m3", "target", MINIMAX_M3_ARCHITECTURES, MiniMaxM3Config, MiniMaxM3, minimax_m3_parameters, minimax_m3_canonical,
+        traits=minimax_m3_traits, model_types=MINIMAX_M3_TYPES, facts=_blocks,
     ),
     Family(
         "mistral4", "target", MISTRAL4_ARCHITECTURES, Mistral4Config, Mistral4, mistral4_parameters, mistral4_canonical,

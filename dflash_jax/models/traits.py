@@ -81,6 +81,7 @@ class LayerTraits:
       streams: residual streams, which sublayers mix where there are several.
       uneven_heads: whether heads are gated one by one, differ in number from layer to layer, or have values of another size than
         keys, which no fused runner does.
+      block_sparse: whether heads of some layers attend to blocks of keys that an indexer chooses.
       feed_forward: "dense", "moe", or "mixed" where some layers have experts and others a dense one, or all have both.
       activation: of the feed-forwards' gate, or of what stands in its place.
       experts: of the layers that have such.
@@ -114,6 +115,7 @@ class LayerTraits:
     normed_together: bool = False
     streams: int = 1
     uneven_heads: bool = False
+    block_sparse: bool = False
 
     @property
     def heads_width(self) -> int:

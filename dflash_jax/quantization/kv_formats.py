@@ -121,6 +121,10 @@ def check_cache_dtype(config: DecoderConfig, cache_dtype: str | None) -> None:
         raise ParameterError(
             f'cache_dtype="{cache_dtype}" is for keys and values of heads, this target has latent rows: take "fp8" or "fp8_packed"'
         )
+    if cache_dtype is not None and getattr(config, "index_block", 0):
+        raise ParameterError(
+            f'cache_dtype="{cache_dtype}" was not tried with an indexer of blocks, which reads pages another way: leave it out'
+        )
     if cache_dtype is not None and getattr(config, "kda", None) is not None:
         raise ParameterError(f'cache_dtype="{cache_dtype}" was not tried beside Kimi delta attention: leave it out')
     if cache_dtype == "fp8_packed" and (not rank or rank % LATENT_TILE):

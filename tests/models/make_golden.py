@@ -21,6 +21,7 @@ from golden import (
     mellum_oracle,
     mimo_v2_oracle,
     minimax_m2_oracle,
+    minimax_m3_oracle,
     mistral4_oracle,
     muse_glimmer_oracle,
     nemotron_h_oracle,
@@ -33,9 +34,9 @@ from golden import (
 ORACLES = {
     "qwen3": qwen3_oracle, "qwen3_moe": qwen3_moe_oracle, "llama": llama_oracle, "gpt_oss": gpt_oss_oracle, "gemma": gemma_oracle,
     "deepseek": deepseek_oracle, "sparse": sparse_oracle, "dflash": dflash_oracle, "vision": vision_oracle, "lfm2": lfm2_oracle,
-    "muse_glimmer": muse_glimmer_oracle, "mellum": mellum_oracle, "minimax_m2": minimax_m2_oracle, "mistral4": mistral4_oracle,
-    "laguna": laguna_oracle, "glm5_next": glm5_next_oracle, "kimi_linear": kimi_linear_oracle, "mimo_v2": mimo_v2_oracle,
-    "nemotron_h": nemotron_h_oracle,
+    "muse_glimmer": muse_glimmer_oracle, "mellum": mellum_oracle, "minimax_m2": minimax_m2_oracle, "minimax_m3": minimax_m3_oracle,
+    "mistral4": mistral4_oracle, "laguna": laguna_oracle, "glm5_next": glm5_next_oracle, "kimi_linear": kimi_linear_oracle,
+    "mimo_v2": mimo_v2_oracle, "nemotron_h": nemotron_h_oracle,
 }  # fmt: skip
 
 

@@ -1,5 +1,5 @@
-"""Mellum 2, MiniMax-M2, Mistral Small 4, Laguna and MiMo-V2: transformers' logits and taps, texts in pages, under a drafter and on
-several devices, what files say, and the way through our own format and back."""
+"""Mellum 2, MiniMax-M2 and M3, Mistral Small 4, Laguna and MiMo-V2: transformers' logits and taps, texts in pages, under a drafter
+and on several devices, what files say, and the way through our own format and back."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +26,8 @@ from .dense_texts import check_texts
 from .golden_files import GOLDEN, TOLERANCE, difference
 from .test_parity_llama import logits_and_taps
 
-NAMES = ("mellum", "minimax_m2", "mistral4", "laguna", "mimo_v2")
+SHARED = ("mellum", "minimax_m2", "mistral4", "laguna", "mimo_v2")
+NAMES = (*SHARED, "minimax_m3")
 MELLUM, MINIMAX, MISTRAL = (TARGETS[name] for name in ("Mellum 2", "MiniMax-M2.5 and M2.7", "Mistral Small 4"))
 
 
@@ -51,7 +52,7 @@ def test_transformers_logits_and_taps(name: str) -> None:
 
 
 @pytest.mark.few("minimax_m2")
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", SHARED)
 def test_devices_that_share_it(name: str) -> None:
     """Two of them: of MiniMax-M2 each has half of the heads that are normed together."""
     checkpoint, shared = open_checkpoint(GOLDEN / f"{name}_folder"), local_ranks(2)

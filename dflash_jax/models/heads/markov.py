@@ -98,11 +98,14 @@ def read_markov(source: Source, names: Collection[str], sizes: Sizes) -> MarkovC
 
 
 def _confidence(source: Source, names: Collection[str]) -> dict[str, Any]:
-    """What a confidence head reads, and whether it has a bias. It is there where its tensors are, or where a key says so."""
+    """What a confidence head reads, and whether it has a bias. It is there where its tensors are, or where a key says so, which
+    Model Optimizer calls `use_confidence_head`."""
     tensors = [name for name in names if name.startswith(CONFIDENCE_PREFIX)]
+    used: KeyReader = source("use_confidence_head")
     said: KeyReader = source("enable_confidence_head")
+    there = used.flag("use_confidence_head", default=bool(tensors))
     reads_token = source("confidence_head_with_markov").flag("confidence_head_with_markov", default=True)
-    if not said.flag("enable_confidence_head", default=bool(tensors)):
+    if not said.flag("enable_confidence_head", default=there):
         return {"confidence": "none"}
     bias = f"{CONFIDENCE_PREFIX}proj.bias" in tensors if tensors else True
     return {"confidence": "hidden_and_token" if reads_token else "hidden", "confidence_bias": bias}
