@@ -26,11 +26,19 @@ def tensor(vector: np.ndarray, rebuild: bytes = REBUILD) -> bytes:
     return rebuild + b"(" + held + number(0) + number(vector.size) + b"\x85" + number(1) + b"\x85" + hooks + b"tR"
 
 
-def archive(path: Path, pickled: bytes, vector: np.ndarray, compression: int = zipfile.ZIP_STORED) -> Path:
+def archive(
+    path: Path,
+    pickled: bytes,
+    vector: np.ndarray,
+    compression: int = zipfile.ZIP_STORED,
+    *,
+    numbers: int | None = None,
+    order: str = "little",
+) -> Path:
     with zipfile.ZipFile(path, "w", compression) as file:
         file.writestr("archive/data.pkl", b"\x80\x02" + pickled + b".")
-        file.writestr("archive/byteorder", "little")
-        file.writestr("archive/data/0", vector.tobytes())
+        file.writestr("archive/byteorder", order)
+        file.writestr("archive/data/0", vector.tobytes(), numbers)
     return path
 
 

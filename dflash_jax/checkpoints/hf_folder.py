@@ -15,6 +15,7 @@ from dflash_jax.checkpoints.mask_file import FILE as MASK_FILE
 from dflash_jax.checkpoints.mask_file import NAME as MASK
 from dflash_jax.checkpoints.mask_file import read_mask
 from dflash_jax.checkpoints.safetensors import Tensor, read_header
+from dflash_jax.config import shown
 from dflash_jax.errors import CheckpointError
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
@@ -123,7 +124,8 @@ def _read_mask(result: HuggingFaceFolder) -> None:
             places = [*([nested] if isinstance(nested, dict) else []), result.config]
             said = next((one["mask_token_id"] for one in places if one.get("mask_token_id") is not None), token)
             if token not in (None, said):
-                problem = f"{MASK_FILE} is of token {token}, config.json says mask_token_id={said}; fetch both from one release"
+                named = f"config.json says mask_token_id={shown(said)}"
+                problem = f"{MASK_FILE} is of token {token}, {named}; fetch both from one release"
             else:
                 result.tensors[MASK] = tensor
     if problem is not None:

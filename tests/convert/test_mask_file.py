@@ -1,6 +1,8 @@
 """`mask_embedding.pt`: files that torch wrote, a drafter that has one, and what is refused without being called."""
 
+import os
 import pickle
+import struct
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,8 @@ from dflash_jax.checkpoints.safetensors import chunks
 from ..torch_files import REBUILD, archive, mask_file, number, tensor, text
 
 WRITTEN = Path(__file__).parent / "torch_files"
+# A tuple of the tuple before it, twice, forty times: small, but whoever hashes or prints it goes through 2^40 places.
+NESTED = b")" + b"q\x00h\x00\x86" * 40
 VECTOR = np.arange(8, dtype=np.float32) * 0.25 - 1
 
 
@@ -32,6 +36,16 @@ def test_files_that_torch_wrote(name: str, added: int, id: int | None) -> None:
     assert np.array_equal(values.astype(np.float32), VECTOR + added)
 
 
+def test_a_state_dict(tmp_path: Path) -> None:
+    """`torch.save(embedding.state_dict(), ...)`: an OrderedDict that has the versions of its modules as an attribute."""
+    versions = b"}" + text("_metadata") + b"}" + text("") + b"}" + text("version") + number(1) + b"sssb"
+    pickled = b"ccollections\nOrderedDict\n)R" + text("weight") + tensor(VECTOR) + b"s" + versions
+    found, token = read_mask(archive(tmp_path / FILE, pickled, VECTOR))
+    (values,) = chunks(found)
+    assert np.array_equal(values, VECTOR)
+    assert token is None
+
+
 class Trap:
     def __init__(self, place: Path):
         self.place = place
@@ -43,8 +57,17 @@ class Trap:
 @pytest.mark.parametrize(
     ("pickled", "said"),
     [
-        (b"cos\nsystem\n" + b"(" + text("true") + b"tR", "it names os.system"),
-        (b"cbuiltins\neval\n", "it names builtins.eval"), (b"ctorch\nload\n", "it names torch.load"),
+        (b"cos\nsystem\n" + b"(" + text("true") + b"tR", "it names 'os.system'"),
+        (b"cbuiltins\neval\n", "it names 'builtins.eval'"), (b"ctorch\nload\n", "it names 'torch.load'"),
+        (text("os") + text("system") + b"\x93", "it names 'os.system'"), (b"cx\x1b[2J\ny\n", r"it names 'x\\x1b\[2J.y'"),
+        (b"(ios\nsystem\n", "its pickle has INST"), (b"\x82\x01", "its pickle has EXT1"),
+        (b"Nr" + struct.pack("<I", 1 << 31) + b"p4000000000\n", "its pickle has PUT"),
+        (b"\x8e" + struct.pack("<Q", 1 << 45), "cannot be read"), (b"\x8b" + struct.pack("<i", 1 << 30), "cannot be read"),
+        (b"}" + NESTED + b"Ns", "keys that are no names"), (NESTED * 2 + b"\x93", "cannot be read"),
+        (tensor(VECTOR).replace(b"ctorch\nFloatStorage\n", NESTED), "not a plain one"),
+        (tensor(VECTOR).replace(b"ctorch\nFloatStorage\n", text("F64")), "not a plain one"),
+        (tensor(VECTOR).replace(number(0), number(1)), "one after the other"),
+        (b"}(" + text("mask_token_id") + b"\x8a\x06" + b"\x7f" * 6 + text("embedding") + tensor(VECTOR) + b"u", "it has"),
         (tensor(VECTOR, b"ctorch._utils\n_rebuild_qtensor\n"), "_rebuild_qtensor"), (b"N", "it holds no vector"),
         (b"}(" + text("weights") + tensor(VECTOR) + b"u", r"it has \['weights'\], expected embedding"),
         (b"}(" + text("mask_token_id") + text("96") + text("embedding") + tensor(VECTOR) + b"u", "it has"),
@@ -72,15 +95,29 @@ def test_archives_that_are_refused(tmp_path: Path) -> None:
         read_mask(path)
     with pytest.raises(ValueError, match="it names "):
         read_mask(archive(path, pickle.dumps(Trap(opened), 2)[2:-1], VECTOR))
-    with pytest.raises(ValueError, match="one after the other"):
+    with pytest.raises(ValueError, match="'archive/byteorder' is compressed"):
         read_mask(archive(path, tensor(VECTOR), VECTOR, zipfile.ZIP_DEFLATED))
-    with pytest.raises(ValueError, match="with one small pickle"):
+    with pytest.raises(ValueError, match="one after the other"):
+        read_mask(archive(path, tensor(VECTOR), VECTOR, numbers=zipfile.ZIP_DEFLATED))
+    with pytest.raises(ValueError, match="not little endian"):
+        read_mask(archive(path, tensor(VECTOR), VECTOR, order="big"))
+    archive(path, tensor(VECTOR), VECTOR)
+    with zipfile.ZipFile(path, "a") as file:
+        for each in range(1 << 11):
+            file.writestr(f"archive/{each}", "")
+    with pytest.raises(ValueError, match="no small file"):
+        read_mask(path)
+    with pytest.raises(ValueError, match="larger than 64 KiB"):
         read_mask(archive(path, tensor(VECTOR) + b"0" * (1 << 17), VECTOR))
     whole = mask_file(path, 96, VECTOR).read_bytes()
     for cut in range(0, len(whole), 7):
         path.write_bytes(whole[:cut])
         with pytest.raises(ValueError, match="cannot be read"):
             read_mask(path)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(ValueError, match="is no file"):
+        read_mask(path)
     assert not opened.exists()
 
 
