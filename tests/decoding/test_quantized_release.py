@@ -37,6 +37,9 @@ def test_a_release_in_float8_is_the_model_that_its_numbers_make(tmp_path: Path) 
     assert dj.generate(ours, [5, 6, 7], PARAMS).token_ids == dj.generate(theirs, [5, 6, 7], PARAMS).token_ids
 
 
+@pytest.mark.few(
+    "modelopt nvfp4", "modelopt w4a8", "modelopt blocks", "mxfp4", "gptq int3 v2", "nf4", "bitsandbytes int8"
+)
 @pytest.mark.parametrize("kind", RELEASES)
 def test_a_release_says_what_its_numbers_say(kind: str, tmp_path: Path) -> None:
     """In shards, loaded in float32, with the same probabilities; a second model of other numbers has others."""

@@ -125,6 +125,7 @@ def test_the_same_prompt_again(pair: Pair) -> None:
             assert_alike(found, [kept[i : i + 1] for kept in expected])
 
 
+@pytest.mark.few("delta")
 def test_a_conversation_goes_on_and_a_third_prompt_finds_what_two_had_in_common(pair: Pair) -> None:
     prompts = families(70, (40, 30, 21, 25))
     longer = prompts[0] + alone(pair, prompts[:1])[0][0][:20] + [5, 6, 7]
@@ -136,6 +137,7 @@ def test_a_conversation_goes_on_and_a_third_prompt_finds_what_two_had_in_common(
     assert_alike([[one[0] for one in part] for part in zip(*found, strict=True)][:3], expected)
 
 
+@pytest.mark.few("delta")
 def test_several_at_once_with_a_common_beginning(pair: Pair) -> None:
     """The first two are prefilled side by side; those behind wait for the state that the second one leaves."""
     prompts = families(40, (20, 11, 12, 13, 14))
@@ -149,6 +151,7 @@ def test_several_at_once_with_a_common_beginning(pair: Pair) -> None:
     assert found[0][0] == found[0][1]
 
 
+@pytest.mark.few("delta")
 def test_who_comes_behind_a_prompt_that_is_scored_waits_for_its_state(pair: Pair) -> None:
     """It asked for keys that nobody had made, and ended with an error of Python's."""
     prompts = random_prompts((30,)) * 2
@@ -195,6 +198,7 @@ def test_more_prompts_than_snapshots(pair: Pair) -> None:
     assert row < 4
 
 
+@pytest.mark.few("delta")
 def test_requests_that_lose_their_pages_come_back_to_a_snapshot(pair: Pair) -> None:
     engine, prompts = pair.engine, families(34, (16, 6, 11), seed=4)
     params = replace(PARAMS, max_tokens=40)

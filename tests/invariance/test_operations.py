@@ -13,8 +13,8 @@ OPERATIONS = ROWWISE | OVER_PAGES | WHOLE_LAYERS
 
 # The others differ from one of these in size, dtype or epilogue. Kernels of attention take longest.
 FEW = (
-    "residual and norm, zero-centered", "norm and rotation of heads", "product, int8", "head, best alone", "experts",
-    "choice, filtered", "attention, four splits", "attention over int8 pages, one split, as others have it",
+    "residual and norm, zero-centered", "product, int8", "head, best alone", "experts",
+    "choice, filtered", "attention, four splits",
     "norm, rotation and write to int8 pages", "attention from the projection", "gated delta net, one token",
 )  # fmt: skip
 

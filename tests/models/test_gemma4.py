@@ -188,6 +188,7 @@ def test_no_fused_runner_takes_its_layers(monkeypatch: pytest.MonkeyPatch) -> No
         assert "normed before it is added" in (plan.refused("fused_moe") or "")
 
 
+@pytest.mark.few("16-False-3", "256-True-4")
 @pytest.mark.parametrize(("tokens", "wide", "launches"), [(16, True, 4), (16, False, 3), (256, True, 4)])
 def test_attention_is_lowered_for_an_h100(
     tokens: int, wide: bool, launches: int, monkeypatch: pytest.MonkeyPatch

@@ -104,7 +104,7 @@ def test_gates_in_two_numbers_keep_the_states() -> None:
     assert missed[0] < 0.2 * missed[1]
 
 
-@pytest.mark.few("int8")
+@pytest.mark.few
 @pytest.mark.parametrize("kind", KINDS)
 def test_same_tokens_with_and_without_drafting(kind: WeightDtype) -> None:
     """And drafts stand now and then."""

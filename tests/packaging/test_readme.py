@@ -40,7 +40,7 @@ def commands(program: str) -> list[list[str]]:
 
 def test_python_runs(capsys, monkeypatch):
     # As written, but for short texts only, which leaves `warmup` fewer programs to compile.
-    monkeypatch.setattr(dj, "load", functools.partial(dj.load, max_model_len=256, max_batch=1))
+    monkeypatch.setattr(dj, "load", functools.partial(dj.load, max_model_len=128, max_batch=1))
     names: dict = {}
     for block in blocks("python"):
         exec(compile(block, "README.md", "exec"), names)

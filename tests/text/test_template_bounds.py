@@ -39,7 +39,7 @@ def grow(start: str, step: str) -> str:
     return GROW.replace("%START", start).replace("%STEP", step)
 
 
-@pytest.mark.few("template1*", "*9 ** (9*")
+@pytest.mark.few("template1", "template11", "*9 ** (9*")
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize(
     "template",
