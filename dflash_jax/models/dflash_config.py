@@ -4,9 +4,7 @@ Which member of the family a checkpoint is, v1, DFlash 2 or DSpark, is told by i
 layers are Qwen3's, Gemma 4's or Laguna's. Names of architectures mean different things to different engines and are only held
 against what is there.
 
-Two libraries write such files. The speculators library has the decoder's keys under `transformer_layer_config`, counts tapped
-layers from 1 (0 is the embedding's output), and has a key of its own for whether sliding layers see a whole block; its weights have
-the same names. `from_speculators` turns its keys into z-lab's.
+Files are read in z-lab's layout. `models.draft_layouts` turns those of other libraries into it.
 """
 
 import math
@@ -39,6 +37,7 @@ from dflash_jax.models.draft_gemma import (
 )
 from dflash_jax.models.draft_laguna import ARCHITECTURE as LAGUNA
 from dflash_jax.models.draft_laguna import UNGATED, has_laguna_layers, laguna_draft_fields
+from dflash_jax.models.draft_layouts import MUSE_ASSISTANT, in_zlab_layout
 from dflash_jax.models.gemma4 import Gemma4Config
 from dflash_jax.models.heads import HeadConfig, Sizes, Source, head_from_dict, read_head
 from dflash_jax.models.heads.reading import missing
@@ -62,8 +61,6 @@ DFLASH2 = (
     "MiniMaxDFlash2DraftModel",
     "Qwen3DFlash2Model",
 )
-# Of transformers: v1 under names of its own.
-MUSE_ASSISTANT = "MuseGlimmerAssistantModel"
 # Names of one layout: z-lab's, those of the speculators library, and NeMo Automodel's.
 ARCHITECTURES = (
     "DFlashDraftModel", "DFlashForCausalLM", "DFlashSpeculator", "Qwen3DFlashDraftModel", LAGUNA, MUSE_ASSISTANT, *DFLASH2,
@@ -264,112 +261,29 @@ class DFlashConfig(DecoderConfig):
         Raises:
           ConfigError: a needed key is missing or malformed, or a key is present that this package does not implement.
         """
-        top = KeyReader("config.json (DFlash)", values, notices)
-        if NESTED in top.values:
-            top = KeyReader(top.subject, from_speculators(top.values, top.notices), top.notices)
-        elif MUSE_ASSISTANT in architectures_of(top.values):
-            top = KeyReader(top.subject, from_muse_assistant(top.values), top.notices)
-        inner: dict[str, Any] = {}
-        for key in ("eagle_config", "dflash_config"):  # the later one counts
-            inner |= KeyReader(f"config.json (DFlash), {key}", top.get(key, {})).values
-        nested = KeyReader("config.json (DFlash), dflash_config", inner, top.notices)
-
-        def source(key: str) -> KeyReader:
-            top.read.add(key)
-            nested.read.add(key)
-            return top if nested.values.get(key) is None else nested
-
+        top, nested, source = _readers(values, notices)
         fields, causal = _layers(source, top, nested, tensor_names)
-        gemma4 = fields.get("layer_kind") == "gemma4"
-        layers, hidden = fields["num_layers"], fields["hidden_size"]
-        target_layers = source("num_target_layers").integer("num_target_layers", 0, minimum=0)
-        ids = source("target_layer_ids").get("target_layer_ids", source("layer_ids").get("layer_ids"))
-        tapped = source("use_aux_hidden_state").flag("use_aux_hidden_state", default=True)
-        if not tapped:
-            named = source("eagle_aux_hidden_state_layer_ids").get("eagle_aux_hidden_state_layer_ids")
-            ids = _final_hidden(nested, ids or named, tensor_names)
-        if ids is None and target_layers < 4:
-            raise ConfigError(
-                f"{nested.subject}: target_layer_ids is missing and num_target_layers does not give a default"
-            )
-        ids = default_target_layer_ids(target_layers, layers) if ids is None else ids
-        plain = isinstance(ids, list | tuple) and 0 < len(ids) <= MAX_LAYERS
-        if tapped and (not plain or not all(type(i) is int and -1 <= i < MAX_LAYERS for i in ids)):
-            raise ConfigError(
-                f"{nested.subject}: target_layer_ids must be integers of at least -1 and below {MAX_LAYERS}, got {shown(ids)}"
-            )
-        ids = tuple(ids)
-        if target_layers and max(ids) >= target_layers:
-            raise ConfigError(
-                f"{nested.subject}: target_layer_ids {shown(list(ids))} reach past num_target_layers={target_layers}"
-            )
+        hidden, gemma4 = fields["hidden_size"], fields.get("layer_kind") == "gemma4"
+        fields |= _taps(source, nested, fields, tensor_names)
         projector = source("projector_type").get("projector_type", "linear")
         if projector not in ("linear", "dflash", "dspark", "domino"):
             raise ConfigError(
                 f"{nested.subject}: projector_type must be linear, dspark or domino, got {shown(projector)}"
             )
-        block = source("block_size").integer("block_size", 16, minimum=2)
-        own_embedding, own_head = (f"{name}.weight" in tensor_names for name in ("embed_tokens", "lm_head"))
-        if gemma4 and own_embedding != own_head:
-            raise ConfigError(
-                f"{top.subject}: a drafter with layers of Gemma 4 must bring embed_tokens and lm_head, or neither, got one of them"
-            )
-        draft_vocab = source("draft_vocab_size").integer("draft_vocab_size", fields["vocab_size"])
-        if draft_vocab > fields["vocab_size"] or (draft_vocab < fields["vocab_size"] and tensor_names and not own_head):
-            raise ConfigError(
-                f"{top.subject}: draft_vocab_size={draft_vocab} needs a head of its own and at most "
-                f"vocab_size={fields['vocab_size']}"
-            )
-        softcap = source("final_logit_softcapping").number("final_logit_softcapping", 0.0)
-        scale = source("output_multiplier").number(
-            "output_multiplier", source("logit_scale").number("logit_scale", 1.0)
-        )
-        sizes = Sizes(
-            hidden=hidden, vocab=fields["vocab_size"], rows=draft_vocab, slots=block, logit_scale=scale,
-            norm_eps=fields["norm_eps"],
-        )  # fmt: skip
-        taps, group = _convolution(source, tensor_names, hidden)
-        head = read_head(source, tensor_names, sizes)
-        _check_names(architectures_of(top.values), head, top)
-        # Of a selector it is known, and of a factor on a Markov head's bias. DeepSpec adds one to Gemma 4's capped logits.
-        capped = softcap != 0 and not (gemma4 and head is not None and head.kind == "markov")
-        if head is not None and head.kind != "selector" and (capped or (scale != 1.0 and head.kind != "markov")):
-            raise ConfigError(
-                f"{top.subject}: final_logit_softcapping={softcap} and a factor of {scale} on logits beside a draft head of kind "
-                f"{head.kind} are not implemented: no published drafter says whether they hold for the head's scores as well"
-            )
-        features = source("target_hidden_size").integer("target_hidden_size", hidden)
-        if not tapped and features != hidden:
-            raise ConfigError(
-                f"{nested.subject}: with use_aux_hidden_state=false target_hidden_size={features} must be hidden_size={hidden}: no "
-                "projection comes between"
-            )
+        fields |= _vocabulary(source, top, fields, tensor_names)
+        fields |= _head(source, top, fields, tensor_names)
         config = cls(
             **fields,
-            block_size=block,
             mask_token_id=source("mask_token_id").integer("mask_token_id", minimum=0),
-            target_layer_ids=ids,
-            num_target_layers=target_layers,
-            target_hidden_size=features,
             causal=_causality(top, nested, causal),
             sinks=source("attention_sink_bias").flag(
                 "attention_sink_bias", default=top.flag("add_swa_attention_sink_bias")
             ),
             value_scale=source("attention_value_scale").number("attention_value_scale", 1.0),
             embedding_scale=_embedding_scale(source, math.sqrt(hidden) if gemma4 else None),
-            logit_scale=scale,
-            logit_softcap=softcap,
-            sample_from_anchor=_from_anchor(source, top, head, projector),
-            draft_vocab_size=0 if draft_vocab == fields["vocab_size"] else draft_vocab,
-            own_embedding=own_embedding,
-            own_head=own_head,
+            sample_from_anchor=_from_anchor(source, top, fields["head"], projector),
             mask_embedding="mask_embedding" in tensor_names,
-            conv_taps=taps,
-            conv_group=group,
-            head=head,
         )
-        if tapped:
-            _check_taps(source, ids)
         _check_rank(source)
         _note_base(source, top, fields["rope"].theta)
         nested.refuse_rest(_NEUTRAL, _NEUTRAL_VALUES)
@@ -379,6 +293,118 @@ class DFlashConfig(DecoderConfig):
         else:
             top.refuse_rest(_NEUTRAL, values)
         return config
+
+
+def _readers(values: Mapping[str, Any], notices: list[str] | None) -> tuple[KeyReader, KeyReader, Source]:
+    """The file in z-lab's layout, its `dflash_config` (beside which `eagle_config` counts where the former is silent), and which of
+    both has a key."""
+    top = KeyReader("config.json (DFlash)", values, notices)
+    top = KeyReader(top.subject, in_zlab_layout(top.values, top.notices), top.notices)
+    inner: dict[str, Any] = {}
+    for key in ("eagle_config", "dflash_config"):  # the later one counts
+        inner |= KeyReader(f"config.json (DFlash), {key}", top.get(key, {})).values
+    nested = KeyReader("config.json (DFlash), dflash_config", inner, top.notices)
+
+    def source(key: str) -> KeyReader:
+        top.read.add(key)
+        nested.read.add(key)
+        return top if nested.values.get(key) is None else nested
+
+    return top, nested, source
+
+
+def _taps(source: Source, nested: KeyReader, layers: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """The fields that say which layers of the target are tapped, and how wide a feature is.
+
+    Args:
+      layers: fields of the layers.
+
+    Raises:
+      ConfigError: ids are missing or cannot be, or keys say two things.
+    """
+    hidden = layers["hidden_size"]
+    target_layers = source("num_target_layers").integer("num_target_layers", 0, minimum=0)
+    ids = source("target_layer_ids").get("target_layer_ids", source("layer_ids").get("layer_ids"))
+    tapped = source("use_aux_hidden_state").flag("use_aux_hidden_state", default=True)
+    if not tapped:
+        named = source("eagle_aux_hidden_state_layer_ids").get("eagle_aux_hidden_state_layer_ids")
+        ids = _final_hidden(nested, ids or named, names)
+    if ids is None and target_layers < 4:
+        raise ConfigError(
+            f"{nested.subject}: target_layer_ids is missing and num_target_layers does not give a default"
+        )
+    ids = default_target_layer_ids(target_layers, layers["num_layers"]) if ids is None else ids
+    plain = isinstance(ids, list | tuple) and 0 < len(ids) <= MAX_LAYERS
+    if tapped and (not plain or not all(type(i) is int and -1 <= i < MAX_LAYERS for i in ids)):
+        raise ConfigError(
+            f"{nested.subject}: target_layer_ids must be integers of at least -1 and below {MAX_LAYERS}, got {shown(ids)}"
+        )
+    ids = tuple(ids)
+    if target_layers and max(ids) >= target_layers:
+        raise ConfigError(
+            f"{nested.subject}: target_layer_ids {shown(list(ids))} reach past num_target_layers={target_layers}"
+        )
+    if tapped:
+        _check_taps(source, ids)
+    width = source("target_hidden_size").integer("target_hidden_size", hidden)
+    if not tapped and width != hidden:
+        raise ConfigError(
+            f"{nested.subject}: with use_aux_hidden_state=false target_hidden_size={width} must be hidden_size={hidden}: no "
+            "projection comes between"
+        )
+    return {"target_layer_ids": ids, "num_target_layers": target_layers, "target_hidden_size": width}
+
+
+def _vocabulary(source: Source, top: KeyReader, layers: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """The fields that say which tables of tokens the checkpoint brings, and how many rows its own head has.
+
+    Raises:
+      ConfigError: it brings one of two that belong together, or the head that its rows are of is missing.
+    """
+    own_embedding, own_head = (f"{name}.weight" in names for name in ("embed_tokens", "lm_head"))
+    if layers.get("layer_kind") == "gemma4" and own_embedding != own_head:
+        raise ConfigError(
+            f"{top.subject}: a drafter with layers of Gemma 4 must bring embed_tokens and lm_head, or neither, got one of them"
+        )
+    vocab = layers["vocab_size"]
+    rows = source("draft_vocab_size").integer("draft_vocab_size", vocab)
+    if rows > vocab or (rows < vocab and names and not own_head):
+        raise ConfigError(
+            f"{top.subject}: draft_vocab_size={rows} needs a head of its own and at most vocab_size={vocab}"
+        )
+    return {"own_embedding": own_embedding, "own_head": own_head, "draft_vocab_size": 0 if rows == vocab else rows}
+
+
+def _head(source: Source, top: KeyReader, fields: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """The fields of a block: its slots, the convolutions along it, factor and cap of logits, and the head that scores them.
+
+    Args:
+      fields: of the layers, and those of `_vocabulary`.
+
+    Raises:
+      ConfigError: parts of a head are missing, or logits are changed in a way that is not known beside it.
+    """
+    hidden, vocab, gemma4 = fields["hidden_size"], fields["vocab_size"], fields.get("layer_kind") == "gemma4"
+    block = source("block_size").integer("block_size", 16, minimum=2)
+    softcap = source("final_logit_softcapping").number("final_logit_softcapping", 0.0)
+    scale = source("output_multiplier").number("output_multiplier", source("logit_scale").number("logit_scale", 1.0))
+    sizes = Sizes(
+        hidden=hidden, vocab=vocab, rows=fields["draft_vocab_size"] or vocab, slots=block, logit_scale=scale,
+        norm_eps=fields["norm_eps"],
+    )  # fmt: skip
+    taps, group = _convolution(source, names, hidden)
+    head = read_head(source, names, sizes)
+    _check_names(architectures_of(top.values), head, top)
+    # Of a selector it is known, and of a factor on a Markov head's bias. DeepSpec adds one to Gemma 4's capped logits.
+    capped = softcap != 0 and not (gemma4 and head is not None and head.kind == "markov")
+    if head is not None and head.kind != "selector" and (capped or (scale != 1.0 and head.kind != "markov")):
+        raise ConfigError(
+            f"{top.subject}: final_logit_softcapping={softcap} and a factor of {scale} on logits beside a draft head of kind "
+            f"{head.kind} are not implemented: no published drafter says whether they hold for the head's scores as well"
+        )
+    return {
+        "block_size": block, "conv_taps": taps, "conv_group": group, "logit_softcap": softcap, "logit_scale": scale, "head": head,
+    }  # fmt: skip
 
 
 def _layers(
@@ -567,99 +593,3 @@ def _causality(top: KeyReader, nested: KeyReader, default: tuple[bool, ...]) -> 
         if keys.get(key) is not None:
             return (keys.flag(key),) * len(default)
     return default
-
-
-def from_muse_assistant(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The same drafter's file in the layout that `DFlashConfig.from_hf` reads.
-
-    It has no vocabulary of its own: absent, that is its one target's. Its windows reach as many keys back as they say, and so see
-    one more with the query's own, on both sides.
-    """
-    width = KeyReader("config.json (Muse assistant)", values).integer("sliding_window", 2048)
-    absent = {"vocab_size": 202_048, "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
-    return absent | dict(values) | {"sliding_window": width + 1, "is_causal": False}
-
-
-NESTED = "transformer_layer_config"
-# What describes the training run, the library and the target; the target is the one that the drafter is loaded with.
-_ABOUT = (
-    "speculators_model_type",
-    "speculators_config",
-    "speculators_version",
-    "max_anchors",
-    "auto_map",
-    "architectures",
-)
-# By kind of drafter, what the library takes for keys of its head that are absent.
-_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "dflash": {},
-    "dflash2": {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16},
-    "dspark": {},
-    "xpress": {},
-}
-
-
-def from_speculators(values: Mapping[str, Any], notices: list[str]) -> dict[str, Any]:
-    """The same drafter's file in the layout that `DFlashConfig.from_hf` reads; keys that it does not know stay in it.
-
-    The library trains sliding layers with windows that end at the anchor for every slot of a block; here, as in vLLM, each slot has
-    its own, so that the later ones see up to a block's length fewer of the farthest keys. Drafts alone can differ for it.
-    `sliding_window_non_causal` is read as the library trains: absent is false (true for DFlash 2), false makes sliding layers
-    causal, and full layers see the whole block whatever it says. vLLM differs in both cases, and a notice says so.
-
-    Args:
-      notices: takes what was decided where engines differ.
-
-    Raises:
-      ConfigError: the file is of another kind of drafter, its tapped layers are no list of ids, or it says one thing in two ways.
-    """
-    keys = KeyReader("config.json (speculators)", values, notices)
-    kind, known = keys.get("speculators_model_type"), list(_DEFAULTS)
-    if kind not in known:
-        raise ConfigError(
-            f"{keys.subject}: speculators_model_type must be {', '.join(known[:-1])} or {known[-1]}, got {shown(kind)}: not a "
-            "DFlash drafter"
-        )
-    layers = KeyReader(f"{keys.subject}, {NESTED}", keys.get(NESTED, {}))
-    ids = keys.get("aux_hidden_state_layer_ids")
-    if not isinstance(ids, list) or not ids or not all(type(i) is int and i >= 0 for i in ids):
-        raise ConfigError(f"{keys.subject}: aux_hidden_state_layer_ids must be a list of ids, got {shown(ids)}")
-    dflash = {
-        "target_layer_ids": [i - 1 for i in ids],
-        "mask_token_id": keys.get("mask_token_id"),
-        "block_size": keys.integer("block_size", 8, minimum=2),
-        "sample_from_anchor": keys.get("sample_from_anchor", None if kind == "dspark" else False),
-        "draft_vocab_size": keys.get("draft_vocab_size"),
-        "target_hidden_size": keys.get("target_hidden_size"),
-        **{key: keys.get(key, default) for key, default in _DEFAULTS[kind].items()},
-    }
-    if keys.flag("sliding_window_non_causal", default=kind == "dflash2"):
-        dflash["causal"] = False
-    else:
-        notices += _differences(layers.get("layer_types"), absent=keys.values.get("sliding_window_non_causal") is None)
-    keys.read.update(_ABOUT)
-    rest = {key: value for key, value in values.items() if key not in keys.read}
-    if twice := [key for key in ("dflash_config", "eagle_config") if rest.get(key)]:
-        raise ConfigError(f"{keys.subject}: {', '.join(twice)} beside {NESTED} says one drafter in two ways; keep one")
-    # The library's own keys of bookkeeping stand in both places, with values of their own.
-    both = (rest.keys() & layers.values.keys()) - NEUTRAL_KEYS - {"tie_word_embeddings"}
-    if differ := sorted(key for key in both if rest[key] != layers.values[key]):
-        raise ConfigError(f"{keys.subject} says {', '.join(differ)} in two ways, beside and in {NESTED}; keep one")
-    return {**layers.values, **rest, "dflash_config": dflash}
-
-
-def _differences(types: Any, *, absent: bool) -> list[str]:
-    """One sentence where vLLM reads causal sliding layers otherwise than the library trains them."""
-    if not isinstance(types, list) or "sliding_attention" not in types:
-        return []
-    if absent:
-        return [
-            "sliding_window_non_causal is absent: sliding layers of the drafter are causal, as the speculators library trains "
-            "them; vLLM takes them for not causal"
-        ]
-    if "full_attention" in types:
-        return [
-            "sliding_window_non_causal is false: sliding layers of the drafter are causal and full ones see the whole block, as "
-            "the speculators library trains them; vLLM makes all of them causal"
-        ]
-    return []

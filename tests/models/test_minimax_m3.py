@@ -43,7 +43,8 @@ def random_layer(config: Any) -> BlockAttention:
 
 def oracle(layer: BlockAttention, projected: np.ndarray) -> np.ndarray:
     """float64: what attention gives each token of a text `[T,W]`, one query and one key head at a time."""
-    c, tokens = layer.config, len(projected)
+    c: Any = layer.config
+    tokens = len(projected)
     n, k, h, e = c.num_heads, c.num_kv_heads, c.head_dim, c.index_head_dim
     cos, sin = (np.asarray(side, np.float64)[0] for side in rotary_tables(jnp.arange(tokens)[None], c.rope, h))
     half = cos.shape[-1]

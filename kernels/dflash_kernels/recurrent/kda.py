@@ -22,10 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from dflash_kernels.recurrent.delta_rule.inputs import TAPS, einsum, unit, with_earlier
-from dflash_kernels.recurrent.delta_rule.prompts import earlier_rows
-from dflash_kernels.recurrent.delta_rule.reference import last_rows
+from dflash_kernels.recurrent.delta_rule.inputs import einsum, unit, with_earlier
 from dflash_kernels.recurrent.delta_rule.xla import chunk_of, slot_by_slot, unit_lower_inverse
+from dflash_kernels.recurrent.rows import before_prompts, folded_rows, prompt_rows, summed_taps
 
 CHUNK = 16  # tokens of a prompt's chunk
 
@@ -179,15 +178,11 @@ def kda_prefill(
     lengths: Int[Array, "n"],
 ) -> tuple[Float[Array, "n L O"], KdaState]:
     """Prompts: n rows of up to L tokens, some of them pieces of one prompt in order; arguments are those of `delta_prefill`."""
-    (n, length, _), there = columns.shape, state.s.shape[0]
-    inside = (slots >= 0) & (slots < there)
-    known = inside & ~fresh
-    sources = jnp.where(known, slots, 0)
+    n, length, _ = columns.shape
+    of_rows = {"slots": slots, "follows": follows, "fresh": fresh, "lengths": lengths}
     live = jnp.arange(length) < lengths[:, None]
     columns = jnp.where(live[..., None], columns, 0)  # NaN in a row's padding would spread through products
-    held = jnp.where(known[:, None, None], state.conv[sources], 0).astype(state.conv.dtype)
-    rows = with_earlier(columns, earlier_rows(columns[..., : shape.channels], held, follows))
-    conv = last_rows(rows, lengths).astype(state.conv.dtype)
+    rows, conv, targets = prompt_rows(columns[..., : shape.channels], state.conv, **of_rows)
     size = chunk_of(min(length, CHUNK))
     padding = ((0, 0), (0, -length % size))
     padded, rows = (jnp.pad(x, (*padding, (0, 0))) for x in (columns, rows))
@@ -205,11 +200,9 @@ def kda_prefill(
         s, out = jax.lax.scan(advance, jnp.where(goes_on, s, mine), chunks)
         return s, (out, s)
 
-    starts = jnp.where(known[:, None, None, None], state.s[sources], 0.0)
+    starts = before_prompts(state.s, slots, fresh)
     _, (out, ends) = jax.lax.scan(row, jnp.zeros_like(state.s[0]), (follows, starts, chunks))
     out = jnp.swapaxes(out, 2, 3).reshape(n, -1, shape.heads, shape.dim)[:, :length]
-    last = ~jnp.append(follows[1:] & (lengths[1:] > 0), jnp.array([False]))
-    targets = jnp.where(inside & (lengths > 0) & last, slots, there)
     after = KdaState(state.s.at[targets].set(ends, mode="drop"), state.conv.at[targets].set(conv, mode="drop"))
     return _gated_norm(out, columns, weights, shape, eps), after
 
@@ -237,8 +230,7 @@ def _fold(state: KdaState, factors: KdaFactors, counts: Int[Array, "B"]) -> KdaS
     u = jnp.where(live, factors.u, 0.0)
     new = state.s * jnp.exp(end[:, 0])[..., None] + einsum("btnd,btnv->bndv", k, u)
     s = jnp.where((counts > 0)[:, None, None, None], new, state.s)
-    rows = jnp.concatenate([state.conv, factors.rows.astype(state.conv.dtype)], axis=1)
-    return KdaState(s, last_rows(rows, counts))
+    return KdaState(s, folded_rows(state.conv, factors.rows, counts))
 
 
 def _step(
@@ -272,10 +264,9 @@ def _tokens_of(
     """Convolution, SiLU, norms of keys and queries, and gates. Tokens that are not `live` change no state: their gates and keys are
     0, whatever they hold."""
     b, t, _ = columns.shape
-    rows, taps = rows.astype(jnp.float32), weights.conv.astype(jnp.float32)
-    mixed = sum((rows[:, tap : tap + t] * taps[:, tap] for tap in range(TAPS)), start=jnp.zeros((), jnp.float32))
     heads = (b, t, shape.heads, shape.dim)
-    q, k, v = (part.reshape(heads) for part in jnp.split(jax.nn.silu(mixed), 3, axis=-1))
+    mixed = jax.nn.silu(summed_taps(rows, weights.conv))
+    q, k, v = (part.reshape(heads) for part in jnp.split(mixed, 3, axis=-1))
     q, k = unit(q), unit(k)
     f = columns[..., shape.channels : shape.channels + shape.width].astype(jnp.float32)
     f = (f + weights.dt_bias.astype(jnp.float32)).reshape(heads)

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from dflash_kernels.recurrent.short_conv import prompt_rows, summed_taps
+from dflash_kernels.recurrent.rows import before_prompts, folded_rows, prompt_rows, summed_taps
 
 _EXACT = jax.lax.Precision.HIGHEST
 
@@ -123,8 +123,6 @@ def mamba2_verify(
 def mamba2_fold(state: Mamba2State, factors: Mamba2Factors, counts: Int[Array, "B"]) -> Mamba2State:
     """The states after the first `counts[b]` of the tokens that `factors` are of; 0 leaves a slot as it is, bit for bit."""
     groups = factors.b.shape[2]
-    rows = jnp.concatenate([state.rows, factors.rows.astype(state.rows.dtype)], axis=1)
-    places = counts[:, None] + jnp.arange(state.rows.shape[1])
     kept = (jnp.arange(factors.x.shape[1]) < counts[:, None])[..., None]
     last = jnp.take_along_axis(factors.decay, jnp.maximum(counts - 1, 0)[:, None, None], axis=1)
     # What does not stand may be NaN.
@@ -135,7 +133,7 @@ def mamba2_fold(state: Mamba2State, factors: Mamba2Factors, counts: Int[Array, "
     added = jnp.einsum("btgrp,btgn->bgrpn", x, b, precision=_EXACT).reshape(state.s.shape)
     s = jnp.exp(last[:, 0])[..., None, None] * state.s + added
     s = jnp.where((counts > 0)[:, None, None, None], s, state.s)
-    return Mamba2State(s, jnp.take_along_axis(rows, places[..., None], axis=1))
+    return Mamba2State(s, folded_rows(state.rows, factors.rows, counts))
 
 
 def mamba2_step(
@@ -165,7 +163,7 @@ def mamba2_prefill(
     lengths: Int[Array, "n"],
 ) -> tuple[Float[Array, "n L D"], Mamba2State]:
     """Prompts: n rows of up to L tokens, some of them pieces of one prompt in order; arguments are those of `delta_prefill`."""
-    length, there = projected.shape[1], state.s.shape[0]
+    length = projected.shape[1]
     of_rows = {"slots": slots, "follows": follows, "fresh": fresh, "lengths": lengths}
     live = jnp.arange(length) < lengths[:, None]
     projected = jnp.where(live[..., None], projected, 0)  # NaN past a row's tokens would spread through products
@@ -181,9 +179,7 @@ def mamba2_prefill(
     to_end = x * jnp.exp(cum[:, :, -1:] - cum)[..., None]
     added = jnp.einsum("nktgrp,nktgs->nkgrps", to_end, b, precision=_EXACT)
 
-    inside = (slots >= 0) & (slots < there)
-    own = jnp.where((inside & ~fresh)[:, None, None, None], state.s[jnp.where(inside, slots, 0)], 0)
-    own = _grouped(own, shape)
+    own = _grouped(before_prompts(state.s, slots, fresh), shape)
 
     def of_chunk(s: Array, told: tuple[Array, Array]) -> tuple[Array, Array]:
         end, added = told

@@ -7,9 +7,10 @@ rounded then, and `c` times that sum is the output. Operations of XLA alone, whi
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
+
+from dflash_kernels.recurrent.rows import folded_rows, prompt_rows, summed_taps
 
 
 @dataclass(frozen=True)
@@ -52,9 +53,7 @@ def conv_verify(
 
 def conv_fold(state: ConvState, factors: ConvFactors, counts: Int[Array, "B"]) -> ConvState:
     """The states after the first `counts[b]` of the tokens that `factors` are of; 0 leaves a slot as it is, bit for bit."""
-    rows = jnp.concatenate([state.rows, factors.rows.astype(state.rows.dtype)], axis=1)
-    places = counts[:, None] + jnp.arange(state.rows.shape[1])
-    return ConvState(jnp.take_along_axis(rows, places[..., None], axis=1))
+    return ConvState(folded_rows(state.rows, factors.rows, counts))
 
 
 def conv_step(
@@ -81,50 +80,7 @@ def conv_prefill(
     return c * summed_taps(rows, taps).astype(c.dtype), ConvState(state.rows.at[targets].set(after, mode="drop"))
 
 
-def prompt_rows(
-    rows: Float[Array, "n L C"],
-    kept: Float[Array, "B k C"],
-    *,
-    slots: Int[Array, "n"],
-    follows: Bool[Array, "n"],
-    fresh: Bool[Array, "n"],
-    lengths: Int[Array, "n"],
-) -> tuple[Float[Array, "n kL C"], Float[Array, "n k C"], Int[Array, "n"]]:
-    """Rows of pieces of prompts behind the k rows before each, the last k of each, and the slots that these are for.
-
-    Args:
-      rows: those past a piece's length count as 0.
-      kept: of slots, the rows before their next token.
-
-    Returns:
-      As the slot of a piece that another one goes on from, and of one without tokens or a slot, one past the last.
-    """
-    rows = jnp.where((jnp.arange(rows.shape[1]) < lengths[:, None])[..., None], rows, 0)
-    there = kept.shape[0]
-    inside = (slots >= 0) & (slots < there)
-    own = jnp.where((inside & ~fresh)[:, None, None], kept[jnp.where(inside, slots, 0)], 0).astype(rows.dtype)
-
-    def row(before: Array, told: tuple[Array, ...]) -> tuple[Array, tuple[Array, Array]]:
-        own, rows, goes_on, length = told
-        rows = jnp.concatenate([jnp.where(goes_on, before, own), rows])
-        after = jax.lax.dynamic_slice_in_dim(rows, length, before.shape[0])
-        return after, (rows, after)
-
-    _, (rows, after) = jax.lax.scan(row, jnp.zeros_like(own[0]), (own, rows, follows, lengths))
-    last = ~jnp.append(follows[1:] & (lengths[1:] > 0), jnp.array([False]))
-    return rows, after.astype(kept.dtype), jnp.where(inside & (lengths > 0) & last, slots, there)
-
-
 def _gated(projected: Float[Array, "B T W"]) -> tuple[Float[Array, "B T C"], Float[Array, "B T C"]]:
     """`b * x`, and c."""
     b, c, x = jnp.split(projected, 3, axis=-1)
     return b * x, c
-
-
-def summed_taps(rows: Float[Array, "B R C"], taps: Float[Array, "C taps"]) -> Float[Array, "B T C"]:
-    """Each token's float32 sum over itself and those before, of rows that begin `taps - 1` tokens early."""
-    count = taps.shape[1]
-    length = rows.shape[1] - count + 1
-    wide, weights = rows.astype(jnp.float32), taps.astype(jnp.float32)
-    parts = [wide[:, tap : tap + length] * weights[:, tap] for tap in range(count)]
-    return sum(parts[1:], parts[0])
