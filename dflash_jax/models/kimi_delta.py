@@ -92,7 +92,8 @@ def delta_keys(
     """
     inner = KeyReader(f"{keys.subject}, linear_attn_config", keys.get("linear_attn_config", {}))
     for outer, name in _SIZES.items():
-        if len({keys.values.get(outer), inner.values.get(name)} - {None}) > 1:
+        both = keys.values.get(outer), inner.values.get(name)
+        if None not in both and both[0] != both[1]:
             raise ConfigError(f"{keys.subject}: {outer} and {name} of linear_attn_config say two things; keep one")
     absent = {"linear_num_heads": heads, "linear_head_dim": 128, "linear_conv_kernel_dim": 4}
     count, dim, taps = (inner.integer(name, keys.integer(outer, absent[outer])) for outer, name in _SIZES.items())
@@ -120,9 +121,10 @@ def _bound(keys: KeyReader, inner: KeyReader, absent: float) -> float | None:
         bound = absent
     if bound is None:
         return None
-    if isinstance(bound, bool) or not isinstance(bound, int | float) or not bound < 0:
+    said = KeyReader(inner.subject, {"gate_lower_bound": bound}).number("gate_lower_bound")
+    if said >= 0:
         raise ConfigError(f"{inner.subject}: gate_lower_bound must be a negative number or null, got {shown(bound)}")
-    return float(bound)
+    return said
 
 
 def kda_traits(shape: KdaShape) -> DeltaTraits:

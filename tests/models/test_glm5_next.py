@@ -83,6 +83,8 @@ def test_what_a_file_says() -> None:
         ({"linear_attn_config": INNER | {"kda_layers": [1, 2, 3]}}, "kda_layers"), ({"linear_num_heads": 3}, "say two things"),
         ({"linear_attn_config": INNER | {"short_conv_kernel_size": 3}}, "must be 4"), ({"q_lora_rank": None}, "q_lora_rank"),
         ({"linear_attn_config": INNER | {"gate_lower_bound": 1.0}}, "a negative number"), ({"swiglu_limit": 0}, "must be positive"),
+        ({"linear_attn_config": INNER | {"gate_lower_bound": -(10**400)}}, "a finite number"),
+        ({"linear_num_heads": [4]}, "say two things"),
         ({"linear_attn_config": INNER | {"use_full_rank_gate": True}}, "use_full_rank_gate"), ({"sliding_window": 9}, "sliding"),
     ],
 )  # fmt: skip
