@@ -6,7 +6,7 @@ runs as something it is not. `to_dict` and `from_dict` are this package's own JS
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import UnionType
 from typing import Any, ClassVar, get_args, get_origin
@@ -150,6 +150,15 @@ class KeyReader:
         if not isinstance(value, bool):
             raise ConfigError(f"{self.subject}: {key} must be true or false, got {shown(value)}")
         return value
+
+    def kinds[T](self, key: str, layers: int, known: tuple[T, T], default: Sequence[T] | None = None) -> tuple[T, ...]:
+        """What `key` lists for each layer, one of the two that are `known`."""
+        listed = self.get(key, default)
+        if not isinstance(listed, list | tuple) or len(listed) != layers or not all(kind in known for kind in listed):
+            raise ConfigError(
+                f"{self.subject}: {key} must list {known[0]} or {known[1]} for each of {layers} layers, got {shown(listed)}"
+            )
+        return tuple(listed)
 
     def refuse_rest(
         self, neutral: Collection[str] = NEUTRAL_KEYS, values: Mapping[str, tuple[Any, ...]] | None = None

@@ -255,7 +255,7 @@ class Resources:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of one slot's states of gated delta nets; 0 for a target without."""
+        """Bytes of one slot's recurrent states; 0 for a target without."""
         return state_bytes(share_config(self.target, self.tp), self.dtype)
 
     @property

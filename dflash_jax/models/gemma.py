@@ -175,15 +175,8 @@ def gemma_fields(
 def _windows(keys: KeyReader, layers: int, default: int) -> tuple[int | None, ...]:
     """Each layer's window: as `layer_types` lists them, otherwise every sixth layer sees everything."""
     every = keys.integer("sliding_window_pattern", keys.integer("_sliding_window_pattern", _PATTERN))
-    types = keys.get("layer_types", [FULL if (i + 1) % every == 0 else SLIDING for i in range(layers)])
-    if (
-        not isinstance(types, list | tuple)
-        or len(types) != layers
-        or not all(kind in (SLIDING, FULL) for kind in types)
-    ):
-        raise ConfigError(
-            f"{keys.subject}: layer_types must list {SLIDING} or {FULL} for each of {layers} layers, got {shown(types)}"
-        )
+    absent = [FULL if (i + 1) % every == 0 else SLIDING for i in range(layers)]
+    types = keys.kinds("layer_types", layers, (SLIDING, FULL), absent)
     window = keys.integer("sliding_window", default)
     return tuple(window if kind == SLIDING else None for kind in types)
 

@@ -28,7 +28,6 @@ from dflash_jax.config import (
     DecoderConfig,
     KeyReader,
     decoder_fields,
-    shown,
 )
 from dflash_jax.errors import ConfigError
 from dflash_jax.models.decoder import Decoder, target_parameters
@@ -156,11 +155,7 @@ def _complete_rotation(values: dict[str, Any]) -> None:
 
 def _windows(keys: KeyReader, layers: int) -> tuple[int | None, ...]:
     """Each layer's window: as `layer_types` lists them, otherwise every other layer slides, the first one too."""
-    types = keys.get("layer_types", [_KINDS[i % 2] for i in range(layers)])
-    if not isinstance(types, list | tuple) or len(types) != layers or not all(kind in _KINDS for kind in types):
-        raise ConfigError(
-            f"{keys.subject}: layer_types must list {' or '.join(_KINDS)} for each of {layers} layers, got {shown(types)}"
-        )
+    types = keys.kinds("layer_types", layers, _KINDS, [_KINDS[i % 2] for i in range(layers)])
     window = keys.integer("sliding_window", 128)
     return tuple(window if kind == _KINDS[0] else None for kind in types)
 

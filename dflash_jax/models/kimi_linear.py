@@ -113,26 +113,21 @@ class KimiLinearConfig(DeepseekConfig):
 
 def _full_layers(keys: KeyReader, layers: int) -> tuple[int, ...]:
     """Layers with latent attention: as `layer_types` lists them, otherwise as `linear_attn_config` counts them from 1."""
-    kinds = keys.get("layer_types")
-    if kinds is None:
+    absent = None
+    if keys.get("layer_types") is None:
         listed = keys.get("linear_attn_config", {}) if isinstance(keys.get("linear_attn_config", {}), Mapping) else {}
         counted = listed.get("full_attn_layers")
         if not isinstance(counted, list | tuple):
             raise ConfigError(
                 f"{keys.subject}: layer_types or full_attn_layers of linear_attn_config must list which layers attend"
             )
-        kinds = [_FULL if i + 1 in counted else _LINEAR for i in range(layers)]
-    if (
-        not isinstance(kinds, list | tuple)
-        or len(kinds) != layers
-        or not all(kind in (_LINEAR, _FULL) for kind in kinds)
-    ):
-        raise ConfigError(
-            f"{keys.subject}: layer_types must list {_LINEAR} or {_FULL} for each of {layers} layers, got {shown(kinds)}"
-        )
+        absent = [_FULL if i + 1 in counted else _LINEAR for i in range(layers)]
+    kinds = keys.kinds("layer_types", layers, (_LINEAR, _FULL), absent)
     full = tuple(i for i, kind in enumerate(kinds) if kind == _FULL)
     if not 0 < len(full) < layers:
-        raise ConfigError(f"{keys.subject}: layers must be of both kinds, as every release has, got {shown(kinds)}")
+        raise ConfigError(
+            f"{keys.subject}: layers must be of both kinds, as every release has, got {shown(list(kinds))}"
+        )
     return full
 
 

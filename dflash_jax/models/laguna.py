@@ -185,11 +185,7 @@ def _rotations(keys: KeyReader) -> tuple[dict[str, Any], dict[str, Any] | None]:
 
 
 def _windows(keys: KeyReader, layers: int) -> tuple[int | None, ...]:
-    types = keys.get("layer_types", [FULL] * layers)
-    if not isinstance(types, list) or len(types) != layers or not all(kind in (FULL, SLIDING) for kind in types):
-        raise ConfigError(
-            f"{keys.subject}: layer_types must list {SLIDING} or {FULL} for each of {layers} layers, got {shown(types)}"
-        )
+    types = keys.kinds("layer_types", layers, (SLIDING, FULL), [FULL] * layers)
     window = keys.integer("sliding_window", 512, minimum=1 if SLIDING in types else 0)
     return tuple(window if kind == SLIDING else None for kind in types)
 
@@ -247,16 +243,8 @@ def _dense_layers(keys: KeyReader, layers: int) -> tuple[int, ...]:
         )
     if named is not None:
         dense = tuple(sorted(set(named)))
-    kinds = keys.get("mlp_layer_types")
-    if kinds is not None:
-        if (
-            not isinstance(kinds, list)
-            or len(kinds) != layers
-            or not all(kind in ("dense", "sparse") for kind in kinds)
-        ):
-            raise ConfigError(
-                f"{keys.subject}: mlp_layer_types must list dense or sparse for each of {layers} layers, got {shown(kinds)}"
-            )
+    if keys.get("mlp_layer_types") is not None:
+        kinds = keys.kinds("mlp_layer_types", layers, ("dense", "sparse"))
         listed = tuple(i for i, kind in enumerate(kinds) if kind == "dense")
         if dense not in (None, listed):
             raise ConfigError(

@@ -19,7 +19,6 @@ from dflash_jax.config import (
     RopeConfig,
     architectures_of,
     refuse_quantised,
-    shown,
 )
 from dflash_jax.errors import ConfigError
 from dflash_jax.models.decoder import Decoder
@@ -169,11 +168,8 @@ def _full_layers(keys: KeyReader, layers: int) -> tuple[int, ...]:
     """Layers that attend, as `layer_types` lists them or `full_attn_idxs` counts them."""
     named = keys.get("full_attn_idxs", list(range(layers)))
     kinds = ("conv", "full_attention")
-    types = keys.get("layer_types", [kinds[i in named] for i in range(layers)] if isinstance(named, list) else named)
-    if not isinstance(types, list | tuple) or len(types) != layers or not all(kind in kinds for kind in types):
-        raise ConfigError(
-            f"{keys.subject}: layer_types must list conv or full_attention for each of {layers} layers, got {shown(types)}"
-        )
+    counted = [kinds[i in named] for i in range(layers)] if isinstance(named, list) else named
+    types = keys.kinds("layer_types", layers, kinds, counted)
     full = tuple(i for i, kind in enumerate(types) if kind == "full_attention")
     if not full:
         raise ConfigError(

@@ -11,7 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from dflash_jax.config import HEAD_NORMS, NEUTRAL_KEYS, NEUTRAL_VALUES, KeyReader, RopeConfig, decoder_fields, shown
+from dflash_jax.config import HEAD_NORMS, NEUTRAL_KEYS, NEUTRAL_VALUES, KeyReader, RopeConfig, decoder_fields
 from dflash_jax.errors import ConfigError
 from dflash_jax.models.decoder import Decoder
 from dflash_jax.models.gemma import FULL, SLIDING
@@ -88,11 +88,7 @@ class MellumConfig(Qwen3MoeConfig):
 
 def _dense_layers(keys: KeyReader, layers: int) -> tuple[int, ...]:
     """Layers with a plain feed-forward, as `mlp_layer_types` lists them."""
-    kinds = keys.get("mlp_layer_types", ["sparse"] * layers)
-    if not isinstance(kinds, list) or len(kinds) != layers or not all(kind in ("dense", "sparse") for kind in kinds):
-        raise ConfigError(
-            f"{keys.subject}: mlp_layer_types must list dense or sparse for each of {layers} layers, got {shown(kinds)}"
-        )
+    kinds = keys.kinds("mlp_layer_types", layers, ("dense", "sparse"), ["sparse"] * layers)
     return tuple(i for i, kind in enumerate(kinds) if kind == "dense")
 
 

@@ -267,17 +267,12 @@ def _windows(keys: KeyReader, layers: int) -> tuple[int | None, ...]:
 
 def _dense_layers(keys: KeyReader, layers: int) -> tuple[int, ...]:
     """Layers with a plain feed-forward: as `moe_layer_freq` (0 for one) or `mlp_layer_types` lists them, otherwise the first."""
-    names = {"moe_layer_freq": (0, 1), "mlp_layer_types": ("dense", "sparse")}
+    names: Mapping[str, tuple[Any, Any]] = {"moe_layer_freq": (0, 1), "mlp_layer_types": ("dense", "sparse")}
     found = [tuple(range(min(1, layers)))]
-    for name, (dense, sparse) in names.items():
-        kinds = keys.get(name)
-        if kinds is None:
-            continue
-        if not isinstance(kinds, list) or len(kinds) != layers or not all(kind in (dense, sparse) for kind in kinds):
-            raise ConfigError(
-                f"{keys.subject}: {name} must list {dense} or {sparse} for each of {layers} layers, got {shown(kinds)}"
-            )
-        found.append(tuple(i for i, kind in enumerate(kinds) if kind == dense))
+    for name, known in names.items():
+        if keys.get(name) is not None:
+            kinds = keys.kinds(name, layers, known)
+            found.append(tuple(i for i, kind in enumerate(kinds) if kind == known[0]))
     if len(set(found[1:])) > 1:
         raise ConfigError(
             f"{keys.subject}: moe_layer_freq and mlp_layer_types differ in which layers have experts; keep one"

@@ -116,11 +116,7 @@ def _decoder(keys: KeyReader) -> dict[str, Any]:
     max_position = keys.integer("max_position_embeddings", 131_072)
     rope = RopeConfig.from_keys(keys, max_position)
     sees_all = [(layers - 1 - i) % _PATTERN == 0 for i in range(layers)]
-    types = keys.get("layer_types", [FULL if one else SLIDING for one in sees_all])
-    if not isinstance(types, list) or len(types) != layers or not all(kind in (SLIDING, FULL) for kind in types):
-        raise ConfigError(
-            f"{keys.subject}: layer_types must list {SLIDING} or {FULL} for each of {layers} layers, got {shown(types)}"
-        )
+    types = keys.kinds("layer_types", layers, (SLIDING, FULL), [FULL if one else SLIDING for one in sees_all])
     thetas = keys.get("layer_rope_theta", [0 if one else rope.theta for one in sees_all])
     if not isinstance(thetas, list) or len(thetas) != layers or not all(theta in (0, rope.theta) for theta in thetas):
         raise ConfigError(

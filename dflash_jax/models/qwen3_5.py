@@ -222,12 +222,7 @@ def _full_layers(keys: KeyReader, layers: int) -> tuple[int, ...]:
     """Layers with full attention: as `layer_types` lists them, otherwise the last one of every `full_attention_interval`."""
     every = keys.integer("full_attention_interval", 4)
     named = ("linear_attention", "full_attention")
-    types = keys.get("layer_types", [named[(i + 1) % every == 0] for i in range(layers)])
-    if not isinstance(types, list | tuple) or len(types) != layers or not all(kind in named for kind in types):
-        raise ConfigError(
-            f"{keys.subject}: layer_types must list linear_attention or full_attention for each of {layers} layers, got "
-            f"{shown(types)}"
-        )
+    types = keys.kinds("layer_types", layers, named, [named[(i + 1) % every == 0] for i in range(layers)])
     full = tuple(i for i, kind in enumerate(types) if kind == "full_attention")
     if not full:
         raise ConfigError(

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from dflash_kernels.recurrent.rows import prompt_rows
 from dflash_kernels.recurrent.short_conv import (
     ConvFactors,
     ConvState,
@@ -91,3 +92,13 @@ def test_rows_are_rounded_as_the_model_computes() -> None:
     assert (out.dtype, factors.rows.dtype) == (jnp.bfloat16, jnp.bfloat16)
     true = oracle(*(np.asarray(one, np.float32) for one in (projected[0], weights, before[0])))[0]
     np.testing.assert_allclose(np.asarray(out[0], np.float32), true, atol=0.05)
+
+
+def test_which_slots_the_ends_of_prompts_are_for() -> None:
+    """Those of the last pieces with tokens. Pieces that another one goes on from, rows without tokens and rows of no slot are for
+    slot 4, which there is not: two rows of one slot may be written in any order."""
+    slots, lengths = jnp.array([2, 2, 1, 1, 3, -1, 4]), jnp.array([5, 2, 5, 0, 0, 3, 3])
+    follows, fresh = jnp.array([0, 1, 0, 1, 0, 0, 0], bool), jnp.ones(7, bool)
+    rows, kept = jnp.ones((7, 5, 3)), jnp.zeros((4, 2, 3))
+    *_, targets = prompt_rows(rows, kept, slots=slots, follows=follows, fresh=fresh, lengths=lengths)
+    np.testing.assert_array_equal(targets, [4, 2, 1, 4, 4, 4, 4])
