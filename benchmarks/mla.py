@@ -55,21 +55,21 @@ class Case:
     t: int
     heads: int
     page_size: int = 64
-    quantised: bool = False
+    quantized: bool = False
 
     @property
     def name(self) -> str:
-        page, stored = "" if self.page_size == 64 else f" page{self.page_size}", "float8" if self.quantised else "bf16"
+        page, stored = "" if self.page_size == 64 else f" page{self.page_size}", "float8" if self.quantized else "bf16"
         return f"mla B{self.b} L{self.length} q{self.t} H{self.heads} {stored}{page}"
 
     @property
     def options(self) -> dict[str, Any]:
-        return OPTIONS | ({"latent_scale": np.float32(LATENT_SCALE)} if self.quantised else {})
+        return OPTIONS | ({"latent_scale": np.float32(LATENT_SCALE)} if self.quantized else {})
 
     @property
     def bytes(self) -> int:
         rows, latents = self.b * self.t * self.heads, self.b * self.length * (RANK + ROTATED)
-        return latents * (1 if self.quantised else 2) + 2 * rows * (2 * RANK + ROTATED)
+        return latents * (1 if self.quantized else 2) + 2 * rows * (2 * RANK + ROTATED)
 
     @property
     def flops(self) -> int:
@@ -81,7 +81,7 @@ class Case:
 
 
 PEER_CASES = [Case(*shape) for shape in PEER_US]
-QUANTISED_CASES = [Case(*shape, quantised=True) for shape in ((128, 4096, 1, 128), (128, 4096, 1, 16))]
+QUANTIZED_CASES = [Case(*shape, quantized=True) for shape in ((128, 4096, 1, 128), (128, 4096, 1, 16))]
 PAGE_CASES = [Case(128, 4096, 1, 16, page_size=16)]
 
 
@@ -95,7 +95,7 @@ def inputs(case: Case, cold: int = COLD, calls: int | None = None) -> tuple[Any,
     make = jax.jit(lambda key, shape: jax.random.normal(key, shape, jnp.bfloat16) / 10, static_argnums=1)
     q = make(keys[0], (case.b, case.t, case.heads, RANK + ROTATED))
     pool = make(keys[1], (copies * case.b * width, 1, case.page_size, RANK + ROTATED))
-    if case.quantised:
+    if case.quantized:
         pool = jax.jit(lambda x: (x / LATENT_SCALE).astype(jnp.float8_e4m3fn), donate_argnums=0)(pool)
     tables = jax.random.permutation(keys[2], pool.shape[0]).astype(jnp.int32).reshape(copies, case.b, width)
     lens, live = (jnp.full((case.b,), count, jnp.int32) for count in (case.length, case.t))
@@ -230,7 +230,7 @@ def main() -> None:
     parser.add_argument("--without-xla", action="store_true", help="leave the slow baseline out")
     options = parser.parse_args()
     record = Record("mla", options)
-    cases = PEER_CASES if options.sweep else PEER_CASES + PAGE_CASES + QUANTISED_CASES
+    cases = PEER_CASES if options.sweep else PEER_CASES + PAGE_CASES + QUANTIZED_CASES
     cases = [case for case in cases if not options.only or case.name in options.only]
     if options.sweep:
         for case in cases:

@@ -36,7 +36,7 @@ NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
     # of transformers' PretrainedConfig
     "add_cross_attention": (None, False), "cross_attention_hidden_size": (None,), "is_encoder_decoder": (None, False),
     "per_layer_config": (None, {}), "pruned_heads": (None, {}), "tie_encoder_decoder": (None, False),
-    # weights: the quantised ones have an error of their own
+    # weights: the quantized ones have an error of their own
     "compression_config": (None,), "quantization": (None, {}), "quantization_config": (None, {}),
     # rotary embedding
     "is_neox_style": (None, True), "mrope_interleaved": (None, False), "mrope_section": (None,), "no_rope_layers": (None, []),
@@ -632,15 +632,15 @@ class Qwen3Config(DecoderConfig):
         return config
 
 
-def refuse_quantised(values: Mapping[str, Any]) -> None:
-    """Raises ConfigError where a file says, in transformers' way or in MLX's, that its weights are quantised."""
+def refuse_quantized(values: Mapping[str, Any]) -> None:
+    """Raises ConfigError where a file says, in transformers' way or in MLX's, that its weights are quantized."""
     for key in ("quantization_config", "quantization"):
         if found := values.get(key):
             method = shown(found.get("quant_method", found) if isinstance(found, Mapping) else found)
             if isinstance(found, Mapping) and "quant_method" not in found and {"bits", "group_size"} <= found.keys():
                 method = f"MLX's format, {method}"
             raise ConfigError(
-                f"config.json says in {key} that the weights are quantised ({method}), expected bfloat16, float16 or float32, or a "
+                f"config.json says in {key} that the weights are quantized ({method}), expected bfloat16, float16 or float32, or a "
                 "format that is dequantized here: float8 (quant_method fp8 or fbgemm_fp8), modelopt, compressed-tensors, GPTQ, "
                 "AWQ, AutoRound, bitsandbytes, and MXFP4 of gpt-oss. Take another release, or write the checkpoint in bfloat16 "
                 "with its publisher's tool and remove the key"
@@ -663,7 +663,7 @@ def decoder_fields(
       activations: names of the feed-forward's that the family has.
       rope_neutral: keys of the rotation that change nothing of the family.
     """
-    refuse_quantised(keys.values)
+    refuse_quantized(keys.values)
     hidden = keys.integer("hidden_size")
     layers, heads = keys.integer("num_hidden_layers"), keys.integer("num_attention_heads")
     kv_heads = keys.integer("num_key_value_heads", heads)

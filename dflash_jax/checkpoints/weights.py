@@ -28,12 +28,12 @@ from dflash_jax.models import DFlashConfig, Family
 from dflash_jax.models.dflash import HEAD_INDEX, SHARED_HEAD
 from dflash_jax.options import RELEASED, WeightDtype
 from dflash_jax.parallel.ranks import Ranks, held, held_bytes, share_config
-from dflash_jax.quantization.mxfp4 import Mxfp4, dequantise_weights
+from dflash_jax.quantization.mxfp4 import Mxfp4, dequantize_weights
 from dflash_jax.quantization.weights import (
-    Quantised,
+    Quantized,
     Weight,
-    quantise_shares,
-    quantise_weights,
+    quantize_shares,
+    quantize_weights,
     rounding,
     rounding_jobs,
 )
@@ -196,7 +196,7 @@ def rounded_on_arrival(
 def reading_bytes(stored: Shapes, kept: Shapes, arriving: frozenset[str] = frozenset()) -> int:
     """The most that `read_weights` holds at a time on the device.
 
-    A model is there whole before its matrices are rounded or dequantised, a drafter beside the target as it is kept, and one array
+    A model is there whole before its matrices are rounded or dequantized, a drafter beside the target as it is kept, and one array
     is made at a time. Of a model that is rounded as it arrives there are, beside what is kept, the arrays that are on their way.
 
     Args:
@@ -246,7 +246,7 @@ def read_weights(
 
     Args:
       dtype: of all weights, but those of which a family fixes it.
-      weight_dtype: of large matrices, see `quantise_weights`.
+      weight_dtype: of large matrices, see `quantize_weights`.
       draft_weight_dtype: of the drafter's, where they are others. One without a head of its own is given a copy of the target's in
         it, unless that is in eight bits itself; one that stays as it is an index of the target's head, where that is faster.
       observe: called with the target's weights as they were read.
@@ -307,24 +307,24 @@ def _kept(
     if _tiled(config, dtype, kind):
         return tile_experts(config, params)
     if kind not in RELEASED:
-        params = dequantise_weights(params)
+        params = dequantize_weights(params)
     if _rounds(kind):
-        return quantise_weights(params, kind)
+        return quantize_weights(params, kind)
     return {**(block_columns(params) if blocks_pay(config, dtype, rows) else params)}
 
 
 def _kept_shares(params: dict[str, Array], kind: WeightDtype | None, ranks: Ranks) -> dict[str, Weight]:
     """`_kept` of arrays that ranks share."""
     if kind not in RELEASED:
-        params = dequantise_weights(params)
-    return quantise_shares(params, kind, ranks) if _rounds(kind) else {**params}
+        params = dequantize_weights(params)
+    return quantize_shares(params, kind, ranks) if _rounds(kind) else {**params}
 
 
 def _kept_share(params: dict[str, Array], kind: WeightDtype | None) -> dict[str, Weight]:
     """The same of what one rank holds."""
     if kind not in RELEASED:
-        params = dequantise_weights({**params})
-    return quantise_weights(params, kind) if _rounds(kind) else {**params}
+        params = dequantize_weights({**params})
+    return quantize_weights(params, kind) if _rounds(kind) else {**params}
 
 
 def _tiled(config: DecoderConfig, dtype: jnp.dtype, kind: WeightDtype | None) -> bool:
@@ -342,7 +342,7 @@ def _copied_head(
 ) -> dict[str, Weight]:
     """The target's head in eight bits for a drafter that proposes with it, or its index; nothing where it reads another one."""
     head = _head(target)
-    if head is None or config.own_head or isinstance(head, Quantised | ColumnBlocks):
+    if head is None or config.own_head or isinstance(head, Quantized | ColumnBlocks):
         return {}
     if not _rounds(kind):
         # Some draft heads read more than the best few rows, and over ranks all read the whole logits.
@@ -353,7 +353,7 @@ def _copied_head(
             return {HEAD_INDEX: _index(head)}
         return ranks.each(lambda own: {HEAD_INDEX: head_index(own[""])}, {"": head}, axis=ranks.axis_of(head))
     copied = {SHARED_HEAD: head}
-    return quantise_weights(copied, kind) if ranks is None else quantise_shares(copied, kind, ranks)
+    return quantize_weights(copied, kind) if ranks is None else quantize_shares(copied, kind, ranks)
 
 
 def _head(target: Mapping[str, Any]) -> Any:

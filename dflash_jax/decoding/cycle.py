@@ -35,7 +35,7 @@ from dflash_jax.models.heads import Law
 from dflash_jax.models.largest import largest
 from dflash_jax.models.registry import bind
 from dflash_jax.parallel.collectives import added_in_order, exchanging_in, pair_exchange
-from dflash_jax.quantization.weights import Quantised
+from dflash_jax.quantization.weights import Quantized
 from dflash_jax.sampling_params import MAX_LOGPROBS
 
 
@@ -518,7 +518,7 @@ def adjusted_proposals(
     drafter, hidden: Float[Array, "B g D"], head: Any, index: Any, adjust: Adjustments
 ) -> Int[Array, "B g"]:
     """The best token at each place under what was emitted before the block, by the index of a whole head where there is one."""
-    if index is None or isinstance(head, Quantised) or len(head) < drafter.head_rows:
+    if index is None or isinstance(head, Quantized) or len(head) < drafter.head_rows:
         logits = proposing_logits(drafter.logits(hidden, head), adjust)
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     return best_by_index(hidden, head, index, regard=lambda *found: proposing_logits(found[0], adjust, found[1]))

@@ -64,7 +64,7 @@ def low_acceptance(mean: float) -> str:
         "the target gains alone. Texts are right all the same, draft=False is quicker. Likely causes: the chat template lets the "
         "model think where the drafter learnt answers without thinking (chat_options={'enable_thinking': False}); prompts come "
         "without the chat template, or with another one than it learnt (chat=True); it was trained for another target; the target "
-        "is quantised and it was trained for the full weights; its window (draft_window) is too short; a high temperature leaves "
+        "is quantized and it was trained for the full weights; its window (draft_window) is too short; a high temperature leaves "
         "the next token open. "
         "model.acceptance_by_position tells which drafts stand"
     )

@@ -22,7 +22,7 @@ from dflash_jax.models.heads import HeadConfig
 from dflash_jax.models.largest import largest
 from dflash_jax.models.layers import best_of_head
 from dflash_jax.parallel.collectives import best_of_ranks
-from dflash_jax.quantization.weights import Quantised, quantise, rounded
+from dflash_jax.quantization.weights import Quantized, quantize, rounded
 
 CANDIDATES = 16
 LISTED = 32  # best rows of the copy among which the best few of the head are
@@ -36,7 +36,7 @@ FEWEST_ROWS = 64  # that a product is made of
 def index_pays(head: Any) -> bool:
     """Whether proposals through an index of a head, which may be a shape, are faster on the device that is traced for."""
     features, depth = head.shape
-    if isinstance(head, Quantised) or features * depth * head.dtype.itemsize < LEAST_BYTES:
+    if isinstance(head, Quantized) or features * depth * head.dtype.itemsize < LEAST_BYTES:
         return False
     return features % 16 == depth % WHOLE_WIDTH == 0 and float8_refusal(MOST_ROWS, head.dtype, depth) is None
 
@@ -46,14 +46,14 @@ def lists(head: HeadConfig | None) -> bool:
     return head is None or 0 < head.regards <= MOST_REGARDED
 
 
-def head_index(head: Float[Array, "V D"]) -> Quantised:
+def head_index(head: Float[Array, "V D"]) -> Quantized:
     """The copy: float8, with one scale a row, of products that round what they multiply."""
-    return quantise(head, "fp8_dynamic")
+    return quantize(head, "fp8_dynamic")
 
 
 def best_proposals(drafter: DFlash, hidden: Float[Array, "... D"], head: Any, index: Any) -> Int[Array, "..."]:
     """`drafter.best(hidden, head)`, through the index of a head that is not in eight bits itself, where there is one."""
-    if index is None or isinstance(head, Quantised):
+    if index is None or isinstance(head, Quantized):
         return drafter.best(hidden, head)
     return best_by_index(hidden, head, index, drafter.head_rows)
 
@@ -61,7 +61,7 @@ def best_proposals(drafter: DFlash, hidden: Float[Array, "... D"], head: Any, in
 def best_by_index(
     x: Float[Array, "... D"],
     head: Float[Array, "V D"],
-    index: Quantised,
+    index: Quantized,
     count: int | None = None,
     regard: Callable[[Float[Array, "... C"], Int[Array, "... C"]], Float[Array, "... C"]] | None = None,
 ) -> Int[Array, "..."]:
@@ -101,7 +101,7 @@ def shortlist(
     `count` rows, and for more rows than `MOST_ROWS`.
     """
     rows = x.reshape(-1, x.shape[-1])
-    if index is None or isinstance(head, Quantised) or not lists(reader):
+    if index is None or isinstance(head, Quantized) or not lists(reader):
         return None
     if len(head) < count or len(rows) > MOST_ROWS:
         return None

@@ -22,7 +22,7 @@ from dflash_jax.execution.plan import MOST_DENSE_ROWS
 from dflash_jax.models.layers import Cache, Linear, Norm, Rotary
 from dflash_jax.parallel.collectives import ranks_here, reduced
 from dflash_jax.parallel.ranks import AXIS
-from dflash_jax.quantization.weights import Quantised, product, rounds
+from dflash_jax.quantization.weights import Quantized, product, rounds
 
 
 def multiplied(layer: Linear, x: Float[Array, "... D"], live: Int[Array, ""] | None = None) -> Float[Array, "... F"]:
@@ -31,7 +31,7 @@ def multiplied(layer: Linear, x: Float[Array, "... D"], live: Int[Array, ""] | N
     `live`: so many rows from the first on are asked for: the others may be anything.
     """
     weight, rows = layer.weight[...], math.prod(x.shape[:-1])
-    if layer.bias is None and isinstance(weight, Quantised) and rounds(weight, rows):
+    if layer.bias is None and isinstance(weight, Quantized) and rounds(weight, rows):
         return product(x, weight, live)
     if (rows > MOST_DENSE_ROWS and live is None) or not _takes(layer, rows, x.dtype):
         return layer(x)
@@ -46,7 +46,7 @@ def multiplied(layer: Linear, x: Float[Array, "... D"], live: Int[Array, ""] | N
 def _takes(layer: Linear, rows: int, dtype: Any) -> bool:
     """Whether there is a kernel."""
     weight = layer.weight[...]
-    if isinstance(weight, Quantised | ColumnBlocks) or layer.bias is not None:
+    if isinstance(weight, Quantized | ColumnBlocks) or layer.bias is not None:
         return False
     return dense_refusal(rows, dtype, weight.shape[1]) is None
 

@@ -29,7 +29,7 @@ from dflash_jax.execution import switches
 from dflash_jax.execution.fused_dense import multiplied, summed_norm
 from dflash_jax.models.layers import Cache, Linear, Mixer, Norm, Rotary, linear
 from dflash_jax.parallel.collectives import ranks_here, reduced
-from dflash_jax.quantization.weights import Quantised
+from dflash_jax.quantization.weights import Quantized
 
 
 def run_fused_moe(
@@ -122,7 +122,7 @@ def _biased(layer: Linear, x: Float[Array, "M D"], *, parts: bool = False) -> Fl
 
 def _few(layer: Linear, x: Float[Array, "M D"]) -> bool:
     weight = layer.weight[...]
-    plain = layer.bias is not None and not isinstance(weight, Quantised | ColumnBlocks) and ranks_here() == 1
+    plain = layer.bias is not None and not isinstance(weight, Quantized | ColumnBlocks) and ranks_here() == 1
     return switches.FEW and plain and few_linear_refusal(x.shape[0], x.dtype, *weight.shape) is None
 
 
@@ -132,7 +132,7 @@ def _projected(layer: Linear, x: Float[Array, "M F"], *, meets: bool) -> Float[A
     if meets and _few(layer, x):
         return _biased(layer, x, parts=True)
     if (
-        isinstance(weight, Quantised)
+        isinstance(weight, Quantized)
         or layer.bias is not None
         or dense_refusal(x.shape[0], x.dtype, x.shape[1]) is not None
     ):

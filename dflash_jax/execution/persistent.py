@@ -24,7 +24,7 @@ from jaxtyping import Array, Float
 from dflash_jax.execution.plan import ExecutionPlan
 from dflash_jax.models.layers import Attention, Cache, Norm, Rotary
 from dflash_jax.parallel.ranks import AXIS
-from dflash_jax.quantization.weights import Quantised, Weight
+from dflash_jax.quantization.weights import Quantized, Weight
 
 
 class Workspace(NamedTuple):
@@ -144,7 +144,7 @@ def run_persistent(
 
 def _stored(weight: Weight | None) -> tuple[Any, Array | None]:
     """A matrix as operations take it, and the scales of its rows where it has such."""
-    return (weight.values, weight.scales) if isinstance(weight, Quantised) else (weight, None)
+    return (weight.values, weight.scales) if isinstance(weight, Quantized) else (weight, None)
 
 
 def _weights(layer: Any, later: Any) -> tuple[tuple[Any, ...], tuple[Array | None, ...] | None]:

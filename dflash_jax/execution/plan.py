@@ -38,7 +38,7 @@ from dflash_kernels.core.device import HOPPER, target
 from dflash_jax.execution import switches
 from dflash_jax.models.traits import Activation, LayerTraits
 from dflash_jax.quantization.mxfp4 import Mxfp4
-from dflash_jax.quantization.weights import MANY_ROWS, Quantised, Weight
+from dflash_jax.quantization.weights import MANY_ROWS, Quantized, Weight
 
 Runner = Literal["plain", "persistent", "fused_dense", "fused_float8", "fused_moe"]
 Layout = Literal["rows", "column_blocks"]
@@ -118,17 +118,17 @@ class WeightFormat:
 def weight_format(params: Mapping[str, Weight | jax.ShapeDtypeStruct]) -> WeightFormat:
     """The format of a model's flat parameters, which may be shapes, read off its first layer."""
     found: list[Any] = [params[name] for name in (f"layers.0.{one}" for one in MATRICES) if name in params]
-    others = [one for one in params.values() if not (isinstance(one, Quantised) and one.dynamic)]
+    others = [one for one in params.values() if not (isinstance(one, Quantized) and one.dynamic)]
     plain = {leaf.dtype for leaf in jax.tree.leaves(others)} <= {jnp.dtype("bfloat16")}
     experts = _experts_format([one for name, one in params.items() if name.startswith("layers.0.")])
     if not found:
         return WeightFormat("mixed", plain=plain, experts=experts)
-    dtypes = {str(one.values.dtype if isinstance(one, Quantised) else one.dtype) for one in found}
-    pairs = {isinstance(one, Quantised) and one.paired for one in found}
+    dtypes = {str(one.values.dtype if isinstance(one, Quantized) else one.dtype) for one in found}
+    pairs = {isinstance(one, Quantized) and one.paired for one in found}
     return WeightFormat(
         dtype=dtypes.pop() if len(dtypes) == 1 else "mixed",
-        quantized=any(isinstance(one, Quantised) for one in found),
-        dynamic=all(isinstance(one, Quantised) and one.dynamic for one in found),
+        quantized=any(isinstance(one, Quantized) for one in found),
+        dynamic=all(isinstance(one, Quantized) and one.dynamic for one in found),
         paired=pairs.pop() if len(pairs) == 1 else None,
         layout="column_blocks" if isinstance(found[-1], ColumnBlocks) else "rows",
         plain=plain,
@@ -577,16 +577,16 @@ def _packed_refusal(params: Mapping[str, Any], rows: int, dtype: jnp.dtype) -> s
     first = params["fc.weight"]
     if rows <= MOST_DENSE_ROWS or rows % PACKED_ROWS:
         return f"{rows} rows are not a multiple of {PACKED_ROWS} above {MOST_DENSE_ROWS}"
-    if isinstance(first, Quantised) and first.dynamic and rows >= MANY_ROWS:
+    if isinstance(first, Quantized) and first.dynamic and rows >= MANY_ROWS:
         return float8_refusal(rows, dtype, first.shape[1])
-    if isinstance(first, Quantised | ColumnBlocks):
+    if isinstance(first, Quantized | ColumnBlocks):
         return "the projection's weights are quantized"
     return dense_refusal(rows, dtype, first.shape[1])
 
 
 def _one_launch_refusal(params: Mapping[str, Any], rows: int, dtype: jnp.dtype) -> str | None:
     first, second = params["fc.weight"], params["context_kv_proj.weight"]
-    if isinstance(first, Quantised) or isinstance(second, Quantised):
+    if isinstance(first, Quantized) or isinstance(second, Quantized):
         return "the projections' weights are quantized"
     if "context_kv_proj.bias" in params:
         return "the projection to keys and values has a bias"

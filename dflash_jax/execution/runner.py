@@ -14,7 +14,7 @@ from dflash_jax.execution.fused_moe import run_fused_moe
 from dflash_jax.execution.persistent import Workspace, make_workspace, run_persistent
 from dflash_jax.execution.plan import PLAIN, ExecutionPlan
 from dflash_jax.models.layers import ONE_BY_ONE, Cache, Norm, Rotary
-from dflash_jax.quantization.weights import Quantised
+from dflash_jax.quantization.weights import Quantized
 
 
 @dataclass(frozen=True)
@@ -30,10 +30,10 @@ class Planned:
     workspace: Workspace | None = None
 
     def embed(
-        self, layers: Sequence[Any], table: Float[Array, "V D"] | Quantised, ids: Int[Array, "B T"]
+        self, layers: Sequence[Any], table: Float[Array, "V D"] | Quantized, ids: Int[Array, "B T"]
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"] | None]:
         """Rows of a table, and after the first layer's norm where a fused runner needs them so: one launch gives both."""
-        if isinstance(table, Quantised) or self.plan.runner == "plain":
+        if isinstance(table, Quantized) or self.plan.runner == "plain":
             return table[ids], None
         norm = layers[0].input_norm
         if norm.rounds_last and not norm.zero_centered:

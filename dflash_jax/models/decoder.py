@@ -26,7 +26,7 @@ from dflash_jax.models.layers import (
 from dflash_jax.models.parameters import Parameter, single
 from dflash_jax.parallel.collectives import gathered
 from dflash_jax.parallel.cut import by_rows
-from dflash_jax.quantization.weights import Quantised
+from dflash_jax.quantization.weights import Quantized
 
 
 class Embedding(nnx.Module):
@@ -121,7 +121,7 @@ class Decoder(nnx.Module):
         return rotary_tables(positions, self.config.rope, self.config.head_dim)
 
     @property
-    def head_weight(self) -> Float[Array, "V D"] | Quantised:
+    def head_weight(self) -> Float[Array, "V D"] | Quantized:
         return self.embed.weight[...] if self.lm_head is None else self.lm_head.weight[...]
 
     def logits(self, hidden: Float[Array, "... D"]) -> Float[Array, "... V"]:

@@ -26,7 +26,7 @@ from dflash_jax.config import (
     KeyReader,
     RopeConfig,
     architectures_of,
-    refuse_quantised,
+    refuse_quantized,
     shown,
 )
 from dflash_jax.errors import ConfigError
@@ -146,16 +146,16 @@ class DeepseekConfig(DecoderConfig):
           notices: takes what was decided where the file leaves a choice, one sentence each.
 
         Raises:
-          ConfigError: a needed key is missing or malformed, the weights are quantised, or a key is present that this package does
+          ConfigError: a needed key is missing or malformed, the weights are quantized, or a key is present that this package does
             not implement.
         """
         names, whole = set(architectures_of(values)), None
         if names & set(COMPOSITES) or values.get("model_type") == "kimi_k25":
-            refuse_quantised(values)
+            refuse_quantized(values)
             whole = KeyReader("config.json (beside text_config)", values)
             values = KeyReader("config.json, text_config", whole.get("text_config")).values
             names = set(architectures_of(values))
-        refuse_quantised(values)
+        refuse_quantized(values)
         kind = V2 if V2 in names or (not names and values.get("model_type") == "deepseek_v2") else V3
         keys = KeyReader(f"config.json ({kind})", values, notices)
         config = cls(**decoder_keys(keys), **attention_keys(keys), **expert_keys(keys, kind))

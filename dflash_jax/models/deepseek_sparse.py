@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array
 
-from dflash_jax.config import KeyReader, architectures_of, refuse_quantised, shown
+from dflash_jax.config import KeyReader, architectures_of, refuse_quantized, shown
 from dflash_jax.errors import ConfigError
 from dflash_jax.models.deepseek import (
     LATENT_VALUES,
@@ -91,10 +91,10 @@ class SparseDeepseekConfig(DeepseekConfig):
           notices: takes what was decided where the file leaves a choice, one sentence each.
 
         Raises:
-          ConfigError: a needed key is missing or malformed, the weights are quantised, or a key is present that this package does
+          ConfigError: a needed key is missing or malformed, the weights are quantized, or a key is present that this package does
             not implement.
         """
-        refuse_quantised(values)
+        refuse_quantized(values)
         names = architectures_of(values)
         glm = GLM in names or (not names and values.get("model_type") == "glm_moe_dsa")
         keys = KeyReader(f"config.json ({GLM if glm else V32})", values, notices)

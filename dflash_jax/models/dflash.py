@@ -49,7 +49,7 @@ from dflash_jax.models.parameters import Parameter, single
 from dflash_jax.models.traits import LayerTraits, decoder_traits
 from dflash_jax.parallel.collectives import gathered
 from dflash_jax.parallel.cut import by_rows
-from dflash_jax.quantization.weights import Quantised
+from dflash_jax.quantization.weights import Quantized
 
 # Among a drafter's weights: its own copy of the target's head in eight bits, which stands for the head; and one that only says
 # among which rows of the head the best is (`execution.draft_head`).
@@ -135,7 +135,7 @@ class DFlash(nnx.Module):
         return rotary_tables(positions, self.config.rope, self.config.head_dim)
 
     def block_embeddings(
-        self, pending: Int[Array, "B"], embed_weight: Float[Array, "V Dt"] | Quantised
+        self, pending: Int[Array, "B"], embed_weight: Float[Array, "V Dt"] | Quantized
     ) -> Float[Array, "B G D"]:
         """Embeddings of `[pending, MASK, ..., MASK]`. `embed_weight` is the target's table; ignored with a table of its own."""
         c = self.config
@@ -159,7 +159,7 @@ class DFlash(nnx.Module):
     def block(
         self,
         pending: Int[Array, "B"],
-        embed_weight: Float[Array, "V Dt"] | Quantised,
+        embed_weight: Float[Array, "V Dt"] | Quantized,
         positions: Int[Array, "B G"],
         attend: Attend,
         run: Runner = ONE_BY_ONE,
@@ -191,7 +191,7 @@ class DFlash(nnx.Module):
         return scaled
 
     def logits(
-        self, hidden: Float[Array, "... D"], head_weight: Float[Array, "F Dt"] | Quantised
+        self, hidden: Float[Array, "... D"], head_weight: Float[Array, "F Dt"] | Quantized
     ) -> Float[Array, "... V"]:
         """float32 logits over the target's vocabulary; ids outside a reduced draft vocabulary are -inf."""
         out, targets = self._rows(hidden, head_weight)
@@ -204,8 +204,8 @@ class DFlash(nnx.Module):
         slots: Float[Array, "B G D"],
         places: int,
         anchor: Int[Array, "B"],
-        head_weight: Float[Array, "F Dt"] | Quantised,
-        embed_weight: Float[Array, "V Dt"] | Quantised,
+        head_weight: Float[Array, "F Dt"] | Quantized,
+        embed_weight: Float[Array, "V Dt"] | Quantized,
         features: Float[Array, "B nD"],
         listed: tuple[Float[Array, "B g S"], Int[Array, "B g S"]] | None = None,
     ) -> Block:
@@ -233,7 +233,7 @@ class DFlash(nnx.Module):
             return Block(anchor, hidden, self._scaled_logits(products), None, slots, embed, context, rows)
         return Block(anchor, hidden, *self._rows(hidden, head_weight), slots, embed, context)
 
-    def _rows(self, hidden: Array, head_weight: Array | Quantised) -> tuple[Array, Array | None]:
+    def _rows(self, hidden: Array, head_weight: Array | Quantized) -> tuple[Array, Array | None]:
         """float32 logits over the LM head's rows, and the rows' tokens where it has a vocabulary of its own."""
         c = self.config
         head = head_weight if self.lm_head is None else self.lm_head.weight[...]
@@ -245,7 +245,7 @@ class DFlash(nnx.Module):
         out = products * c.logit_scale
         return jnp.tanh(out / c.logit_softcap) * c.logit_softcap if c.logit_softcap else out
 
-    def best(self, hidden: Float[Array, "... D"], head_weight: Float[Array, "F Dt"] | Quantised) -> Int[Array, "..."]:
+    def best(self, hidden: Float[Array, "... D"], head_weight: Float[Array, "F Dt"] | Quantized) -> Int[Array, "..."]:
         """The tokens of the greatest `logits`, the first of equal ones. Neither a scale nor a soft cap changes which they are."""
         rows = best_of_head(hidden, head_weight if self.lm_head is None else self.lm_head.weight[...], self.head_rows)
         return rows if self.d2t is None else rows + self.d2t[...][rows]

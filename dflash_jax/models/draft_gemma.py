@@ -10,7 +10,7 @@ request 47216).
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from dflash_jax.config import DecoderConfig, KeyReader, refuse_quantised, shown
+from dflash_jax.config import DecoderConfig, KeyReader, refuse_quantized, shown
 from dflash_jax.errors import ConfigError
 from dflash_jax.models.gemma import NEUTRAL_OF_TEXT, gemma_fields
 from dflash_jax.models.gemma4 import ROPE, Gemma4Config, Gemma4Layer, full_heads, gemma4_traits, layer_parameters
@@ -52,7 +52,7 @@ def gemma4_draft_fields(keys: KeyReader) -> dict[str, Any]:
       ConfigError: a key is malformed, or some layer has a window: DeepSpec's trainer gives none, its model reads no `layer_types`,
         and engines that do differ in what such a layer's heads and causality are.
     """
-    refuse_quantised(keys.values)
+    refuse_quantized(keys.values)
     fields = gemma_fields(keys, layers=30, vocab=262_144, window=512, max_position=131_072, full_rope=ROPE)
     if any(window is not None for window in fields["windows"]):
         raise ConfigError(

@@ -24,7 +24,7 @@ from dflash_jax.config import (
     KeyReader,
     RopeConfig,
     architectures_of,
-    refuse_quantised,
+    refuse_quantized,
     shown,
 )
 from dflash_jax.errors import ConfigError
@@ -100,14 +100,14 @@ def text_keys(
     values: Mapping[str, Any], composites: Iterable[str], notices: list[str] | None
 ) -> tuple[KeyReader, KeyReader | None]:
     """Keys of a file's text model, and the keys beside them in the file of a vision-language model."""
-    refuse_quantised(values)
+    refuse_quantized(values)
     named = architectures_of(values)
     name = f"config.json ({named[0] if named else values.get('model_type', 'Gemma')})"
     if "text_config" not in values and not set(named) & set(composites):
         return KeyReader(name, values, notices), None
     whole = KeyReader(f"{name}, beside text_config", values)
     keys = KeyReader(f"{name}, text_config", whole.get("text_config", {}), notices)
-    refuse_quantised(keys.values)
+    refuse_quantized(keys.values)
     return keys, whole
 
 

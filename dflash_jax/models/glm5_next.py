@@ -22,7 +22,7 @@ from dflash_jax.config import (
     KeyReader,
     RopeConfig,
     architectures_of,
-    refuse_quantised,
+    refuse_quantized,
     shown,
 )
 from dflash_jax.errors import ConfigError
@@ -137,15 +137,15 @@ class Glm5NextConfig(DeepseekConfig):
           notices: takes what was decided where the file leaves a choice, one sentence each.
 
         Raises:
-          ConfigError: a needed key is missing or malformed, the weights are quantised, or a key is present that this package does
+          ConfigError: a needed key is missing or malformed, the weights are quantized, or a key is present that this package does
             not implement.
         """
-        refuse_quantised(values)
+        refuse_quantized(values)
         whole = None
         if COMPOSITE in architectures_of(values) or isinstance(values.get("text_config"), Mapping):
             whole = KeyReader("config.json (beside text_config)", values)
             values = KeyReader("config.json, text_config", whole.get("text_config")).values
-            refuse_quantised(values)
+            refuse_quantized(values)
         keys = KeyReader(f"config.json ({TEXT})", values, notices)
         decoder, experts = _decoder(keys), expert_keys(keys, V3)
         layers = decoder["num_layers"]

@@ -38,7 +38,7 @@ from dflash_jax.models.qwen3 import qwen3_canonical
 from dflash_jax.models.traits import ExpertTraits, LayerTraits, decoder_traits
 from dflash_jax.parallel.collectives import ranks_here, reduced
 from dflash_jax.parallel.cut import by_rows
-from dflash_jax.quantization.mxfp4 import BLOCK, Mxfp4, dequantise
+from dflash_jax.quantization.mxfp4 import BLOCK, Mxfp4, dequantize
 
 _THETA = 150_000.0
 # What transformers' configuration takes for a rotation that a file does not name.
@@ -49,7 +49,7 @@ _ROPE = {
 _MOST_ROWS = 1024  # that the kernel for experts in four bits is given at once: 4,096 choices of four experts
 _KINDS = ("sliding_attention", "full_attention")
 # Of transformers' quantisation configuration: what it would do with the weights, and which modules it would leave alone.
-_QUANTISED_NEUTRAL = frozenset(("dequantize", "modules_to_not_convert", "quant_method"))
+_QUANTIZED_NEUTRAL = frozenset(("dequantize", "modules_to_not_convert", "quant_method"))
 
 gpt_oss_canonical = qwen3_canonical
 
@@ -97,7 +97,7 @@ class GptOssConfig(DecoderConfig):
           notices: takes what was decided where the file leaves a choice, one sentence each.
 
         Raises:
-          ConfigError: a needed key is missing or malformed, two keys contradict each other, the weights are quantised in another
+          ConfigError: a needed key is missing or malformed, two keys contradict each other, the weights are quantized in another
             way than MXFP4, or a key is present that this package does not implement.
         """
         values = dict(values)
@@ -134,7 +134,7 @@ def _take_mxfp4(values: dict[str, Any]) -> bool:
     found = values.get("quantization_config")
     if not isinstance(found, Mapping) or found.get("quant_method") != "mxfp4":
         return False
-    if unknown := sorted(set(found) - _QUANTISED_NEUTRAL):
+    if unknown := sorted(set(found) - _QUANTIZED_NEUTRAL):
         raise ConfigError(
             f"config.json sets keys of quantization_config that are not known of MXFP4: {', '.join(unknown)}. Take the published "
             "release, or remove them if they are only bookkeeping"
@@ -212,7 +212,7 @@ class BiasedRouter(nnx.Module):
 class BiasedExperts(nnx.Module):
     """All experts: rows of expert after expert in one matrix `[E*2F, D]`, gate and up in turns, and in another `[E*D, F]`.
 
-    Matrices in MXFP4 are dequantised where they are multiplied: by the kernel that reads tiles of them, an expert's at a time, or
+    Matrices in MXFP4 are dequantized where they are multiplied: by the kernel that reads tiles of them, an expert's at a time, or
     what tokens have gathered.
     """
 
@@ -285,7 +285,7 @@ class BiasedExperts(nnx.Module):
     def in_turn(
         self, x: Float[Array, "T D"], experts: Int[Array, "T k"], weights: Float[Array, "T k"]
     ) -> Float[Array, "T D"]:
-        """All experts on all tokens, one after the other: one expert's matrices at a time are dequantised."""
+        """All experts on all tokens, one after the other: one expert's matrices at a time are dequantized."""
         precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
 
         def add(total: Array, one: tuple[Any, ...]) -> tuple[Array, None]:
@@ -308,10 +308,10 @@ class BiasedExperts(nnx.Module):
 
 
 def _numbers(weight: Array | Mxfp4 | Mxfp4Tiles) -> Array:
-    """A matrix, dequantised where it is in four bits."""
+    """A matrix, dequantized where it is in four bits."""
     if isinstance(weight, Mxfp4Tiles):
-        return dequantise(*weight.blocks_and_scales(), weight.dtype)
-    return dequantise(weight.blocks, weight.scales, weight.dtype) if isinstance(weight, Mxfp4) else weight
+        return dequantize(*weight.blocks_and_scales(), weight.dtype)
+    return dequantize(weight.blocks, weight.scales, weight.dtype) if isinstance(weight, Mxfp4) else weight
 
 
 def _share(

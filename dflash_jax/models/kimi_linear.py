@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from dflash_kernels.recurrent.kda import KdaShape
 from jaxtyping import Array, Int
 
-from dflash_jax.config import KeyReader, RopeConfig, refuse_quantised, shown
+from dflash_jax.config import KeyReader, RopeConfig, refuse_quantized, shown
 from dflash_jax.errors import ConfigError
 from dflash_jax.models.decoder import Decoder, target_parameters
 from dflash_jax.models.deepseek import (
@@ -75,10 +75,10 @@ class KimiLinearConfig(DeepseekConfig):
           notices: takes what was decided where the file leaves a choice, one sentence each.
 
         Raises:
-          ConfigError: a needed key is missing or malformed, the weights are quantised, or a key is present that this package does
+          ConfigError: a needed key is missing or malformed, the weights are quantized, or a key is present that this package does
             not implement.
         """
-        refuse_quantised(values)
+        refuse_quantized(values)
         keys = KeyReader("config.json (KimiLinearForCausalLM)", values, notices)
         layers, heads = keys.integer("num_hidden_layers"), keys.integer("num_attention_heads")
         if (kv_heads := keys.integer("num_key_value_heads", heads)) != heads:

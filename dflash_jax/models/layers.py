@@ -21,7 +21,7 @@ from dflash_jax.models.parameters import Parameter, Source, single
 from dflash_jax.models.traits import Activation, LayerTraits, decoder_traits
 from dflash_jax.parallel.collectives import best_of_ranks, reduced
 from dflash_jax.parallel.cut import by_columns, by_rows
-from dflash_jax.quantization.weights import Quantised, best_product, product, summed_rows
+from dflash_jax.quantization.weights import Quantized, best_product, product, summed_rows
 
 SWIGLU_ALPHA = 1.702  # on the gate inside its sigmoid, in "clamped_swiglu"
 
@@ -133,9 +133,9 @@ class BlockAttend(Protocol):
         ...
 
 
-def linear(x: Float[Array, "... D"], weight: Float[Array, "F D"] | Quantised | ColumnBlocks) -> Float[Array, "... F"]:
+def linear(x: Float[Array, "... D"], weight: Float[Array, "F D"] | Quantized | ColumnBlocks) -> Float[Array, "... F"]:
     """`x @ weight.T`. float32 stays float32 on GPUs, where XLA would otherwise round operands to tf32."""
-    if isinstance(weight, Quantised):
+    if isinstance(weight, Quantized):
         return product(x, weight)
     if isinstance(weight, ColumnBlocks):
         return dense(x.reshape(-1, x.shape[-1]), weight).reshape(*x.shape[:-1], -1)
@@ -143,14 +143,14 @@ def linear(x: Float[Array, "... D"], weight: Float[Array, "F D"] | Quantised | C
     return jnp.einsum("...d,fd->...f", x, weight, precision=precision)
 
 
-def best_rows(x: Float[Array, "... D"], weight: Float[Array, "F D"] | Quantised) -> Int[Array, "..."]:
+def best_rows(x: Float[Array, "... D"], weight: Float[Array, "F D"] | Quantized) -> Int[Array, "..."]:
     """The row of the weight that has the largest product with x, the first of equal ones."""
-    if isinstance(weight, Quantised):
+    if isinstance(weight, Quantized):
         return best_product(x, weight)
     return dense_best(x.reshape(-1, x.shape[-1]), weight).reshape(x.shape[:-1])
 
 
-def best_of_head(x: Float[Array, "... D"], weight: Float[Array, "F D"] | Quantised, count: int) -> Int[Array, "..."]:
+def best_of_head(x: Float[Array, "... D"], weight: Float[Array, "F D"] | Quantized, count: int) -> Int[Array, "..."]:
     """The row, of `count`, that has the largest product with x, the first of equal ones; each rank may have a share of the rows."""
     if weight.shape[0] == count:
         return best_rows(x, weight)
@@ -289,7 +289,7 @@ class Runner(Protocol):
     """Interface of a runner of a stack of layers. `ONE_BY_ONE` calls them; `execution` has others that compute the same."""
 
     def embed(
-        self, layers: Sequence[Any], table: Array | Quantised, ids: Int[Array, "B T"]
+        self, layers: Sequence[Any], table: Array | Quantized, ids: Int[Array, "B T"]
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"] | None]:
         """Rows of a table as input of the first layer, and after its norm where that is the same launch."""
         ...
@@ -317,7 +317,7 @@ class OneByOne:
     """Calls each layer: the definition of what every `Runner` computes."""
 
     def embed(
-        self, layers: Sequence[Any], table: Array | Quantised, ids: Int[Array, "B T"]
+        self, layers: Sequence[Any], table: Array | Quantized, ids: Int[Array, "B T"]
     ) -> tuple[Float[Array, "B T D"], None]:
         return table[ids], None
 

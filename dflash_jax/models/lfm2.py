@@ -18,7 +18,7 @@ from dflash_jax.config import (
     KeyReader,
     RopeConfig,
     architectures_of,
-    refuse_quantised,
+    refuse_quantized,
 )
 from dflash_jax.errors import ConfigError
 from dflash_jax.models.decoder import Decoder
@@ -90,10 +90,10 @@ class Lfm2Config(DecoderConfig):
           notices: takes what was decided where the file leaves a choice, one sentence each.
 
         Raises:
-          ConfigError: a needed key is missing or malformed, the weights are quantised, or a key is present that this package does
+          ConfigError: a needed key is missing or malformed, the weights are quantized, or a key is present that this package does
             not implement.
         """
-        refuse_quantised(values)
+        refuse_quantized(values)
         named = architectures_of(values)
         mixture = MIXTURE in named or (not named and values.get("model_type") == MODEL_TYPES[1])
         keys = KeyReader(f"config.json ({MIXTURE if mixture else DENSE})", values, notices)

@@ -158,7 +158,7 @@ class MimoV2Config(DecoderConfig):
           notices: takes what was decided where the file leaves a choice, one sentence each.
 
         Raises:
-          ConfigError: a needed key is missing or malformed, two keys contradict each other, the weights are quantised, or a key is
+          ConfigError: a needed key is missing or malformed, two keys contradict each other, the weights are quantized, or a key is
             present that this package does not implement.
         """
         subject = "config.json (MiMo-V2)"

@@ -68,7 +68,7 @@ class MiniMaxM2Config(DecoderConfig):
           notices: takes what was decided where the file leaves a choice, one sentence each.
 
         Raises:
-          ConfigError: a needed key is missing or malformed, the weights are quantised, or a key is present that this package does
+          ConfigError: a needed key is missing or malformed, the weights are quantized, or a key is present that this package does
             not implement.
         """
         keys = KeyReader("config.json (MiniMax-M2)", values, notices)

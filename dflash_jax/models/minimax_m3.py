@@ -131,7 +131,7 @@ class MiniMaxM3Config(DecoderConfig):
           notices: takes what was decided where the file leaves a choice, one sentence each.
 
         Raises:
-          ConfigError: a needed key is missing or malformed, two keys contradict each other, the weights are quantised, or a key is
+          ConfigError: a needed key is missing or malformed, two keys contradict each other, the weights are quantized, or a key is
             present that this package does not implement.
         """
         keys, whole = text_keys(values, (COMPOSITE,), notices)

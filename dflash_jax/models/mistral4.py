@@ -12,7 +12,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from dflash_jax.config import KeyReader, architectures_of, refuse_quantised, shown
+from dflash_jax.config import KeyReader, architectures_of, refuse_quantized, shown
 from dflash_jax.errors import ConfigError
 from dflash_jax.models.decoder import Decoder
 from dflash_jax.models.deepseek import (
@@ -67,10 +67,10 @@ class Mistral4Config(DeepseekConfig):
           notices: takes what was decided where the file leaves a choice, one sentence each.
 
         Raises:
-          ConfigError: a needed key is missing or malformed, the weights are quantised, or a key is present that this package does
+          ConfigError: a needed key is missing or malformed, the weights are quantized, or a key is present that this package does
             not implement.
         """
-        refuse_quantised(values)
+        refuse_quantized(values)
         whole = None
         if COMPOSITE in architectures_of(values):
             whole = KeyReader("config.json (beside text_config)", values)
@@ -80,7 +80,7 @@ class Mistral4Config(DeepseekConfig):
                     f"{COMPOSITE}: text_config's model_type must be mistral4, got {shown(values.get('model_type'))}: of other "
                     "text models give the checkpoint of the text model alone"
                 )
-            refuse_quantised(values)
+            refuse_quantized(values)
         rope, growth = _rope(values)
         keys = KeyReader("config.json (Mistral4)", {**values, "rope_parameters": rope}, notices)
         config = cls(

@@ -81,7 +81,7 @@ class MuseGlimmerConfig(DecoderConfig):
           notices: takes what was decided where the file leaves a choice, one sentence each.
 
         Raises:
-          ConfigError: a needed key is malformed, the weights are quantised, or a key is present that this package does not
+          ConfigError: a needed key is malformed, the weights are quantized, or a key is present that this package does not
             implement.
         """
         keys, whole = text_keys(values, (COMPOSITE,), notices)

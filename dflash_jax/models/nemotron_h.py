@@ -20,7 +20,7 @@ from dflash_jax.config import (
     DecoderConfig,
     KeyReader,
     architectures_of,
-    refuse_quantised,
+    refuse_quantized,
     shown,
 )
 from dflash_jax.errors import ConfigError
@@ -136,17 +136,17 @@ class NemotronHConfig(DecoderConfig):
           notices: takes what was decided where the file leaves a choice, one sentence each.
 
         Raises:
-          ConfigError: a needed key is missing or malformed, the weights are quantised, or a key is present that this package does
+          ConfigError: a needed key is missing or malformed, the weights are quantized, or a key is present that this package does
             not implement.
         """
-        refuse_quantised(values)
+        refuse_quantized(values)
         named = architectures_of(values)
         keys, beside = KeyReader(f"config.json ({TEXT})", values, notices), None
         inside = [key for key in _INSIDE if key in values]
         if inside or set(named) & set(COMPOSITES):
             beside, inside = values, inside or [_INSIDE[0]]
             keys = KeyReader(f"config.json, {inside[0]}", values.get(inside[0]), notices)
-            refuse_quantised(keys.values)
+            refuse_quantized(keys.values)
         kinds = _kinds(keys)
         config = cls(**_decoder(keys, kinds), **_mamba2(keys), **(_experts(keys) if EXPERTS in kinds else {}))
         keys.refuse_rest(_NEUTRAL | (set() if EXPERTS in kinds else set(_EXPERT_KEYS)), _NEUTRAL_VALUES)

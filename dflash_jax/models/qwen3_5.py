@@ -24,7 +24,7 @@ from dflash_jax.config import (
     KeyReader,
     RopeConfig,
     architectures_of,
-    refuse_quantised,
+    refuse_quantized,
     shown,
 )
 from dflash_jax.errors import ConfigError
@@ -147,15 +147,15 @@ class Qwen35Config(DecoderConfig):
           notices: takes what was decided where the file leaves a choice, one sentence each.
 
         Raises:
-          ConfigError: a needed key is missing or malformed, the weights are quantised, or a key is present that this package does
+          ConfigError: a needed key is missing or malformed, the weights are quantized, or a key is present that this package does
             not implement.
         """
-        refuse_quantised(values)
+        refuse_quantized(values)
         kind, whole = _kind(values), None
         if isinstance(values.get("text_config"), Mapping):
             whole = KeyReader("config.json (beside text_config)", values)
             values = KeyReader("config.json, text_config", whole.get("text_config")).values
-            refuse_quantised(values)
+            refuse_quantized(values)
         keys = KeyReader(f"config.json ({kind})", values, notices)
         fields = _decoder(keys, kind) | _delta(keys)
         neutral_values = {**_NEUTRAL_VALUES, **(_NO_EXPERTS if kind == DENSE else {})}

@@ -80,7 +80,7 @@ def layer_scale(up: Float[Array, "NPV R"], norm: Float[Array, "R"], *, nope: int
 
 
 def output_product(rows: Float[Array, "M D"], matrix: Any) -> Float[Array, "M F"]:
-    """Rows in a matrix's format, multiplied; see the module. `matrix`: a `Quantised` with `outputs`."""
+    """Rows in a matrix's format, multiplied; see the module. `matrix`: a `Quantized` with `outputs`."""
     (m, d), shaped = rows.shape, jax.ShapeDtypeStruct
     output, scale, blocks = shaped((m, d), jnp.float8_e4m3fn), matrix.output_scale, None
     in_columns = matrix.outputs == "fp8_groups"

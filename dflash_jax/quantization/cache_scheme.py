@@ -1,7 +1,7 @@
 """KV-cache quantization named in a checkpoint's `quantization_config`: pages in float8 while weights stay as they are.
 
 Two tools write such files, compressed-tensors and ModelOpt, which has `kv_cache_quant_algo` in place of a scheme or beside it.
-A configuration that also quantizes weights stays in the file, where `config.refuse_quantised` meets it.
+A configuration that also quantizes weights stays in the file, where `config.refuse_quantized` meets it.
 """
 
 from collections.abc import Mapping

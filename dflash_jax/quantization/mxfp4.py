@@ -40,12 +40,12 @@ class Mxfp4:
         """The matrix itself, as a module's parameter is read: `...` alone."""
         if which is not Ellipsis:
             raise TypeError(
-                f"a matrix in MXFP4 is read whole, with [...], got {which!r}; dequantise it for some of its rows"
+                f"a matrix in MXFP4 is read whole, with [...], got {which!r}; dequantize it for some of its rows"
             )
         return self
 
 
-def dequantise(blocks: UInt8[Array, "*F n 16"], scales: UInt8[Array, "*F n"], dtype: Any) -> Float[Array, "*F D"]:
+def dequantize(blocks: UInt8[Array, "*F n 16"], scales: UInt8[Array, "*F n"], dtype: Any) -> Float[Array, "*F D"]:
     """The numbers, exactly; those beyond `dtype` are infinite, and in float16 those below it are rounded.
 
     Bits are put together as integers: XLA may flush the smallest numbers of a product to zero.
@@ -67,10 +67,10 @@ def dequantise(blocks: UInt8[Array, "*F n 16"], scales: UInt8[Array, "*F n"], dt
     return jax.lax.bitcast_convert_type(bits, jnp.float32).astype(dtype)
 
 
-_whole = jax.jit(dequantise, static_argnames="dtype")
+_whole = jax.jit(dequantize, static_argnames="dtype")
 
 
-def dequantise_weights(params: dict[str, Any]) -> dict[str, Any]:
+def dequantize_weights(params: dict[str, Any]) -> dict[str, Any]:
     """A model's parameters with its matrices in MXFP4 as numbers of their dtype, in `params` itself: no two copies at a time."""
     for name in [name for name, one in params.items() if isinstance(one, Mxfp4)]:
         matrix: Mxfp4 = params.pop(name)

@@ -59,7 +59,7 @@ _GATED, _OF_HEADS = "delta.in_proj.weight", "delta.a_log"
 @no_type_check  # JAX rebuilds pytrees with shapes and placeholders in place of arrays
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Quantised:
+class Quantized:
     """A matrix in eight bits, of F stored rows.
 
     Attributes:
@@ -87,7 +87,7 @@ class Quantised:
         return self.values.shape[0] - self.doubled, *self.values.shape[1:]
 
     def __getitem__(self, rows: Any) -> Any:
-        """Some rows, dequantised; the matrix itself for `...`, as a module's parameter is read."""
+        """Some rows, dequantized; the matrix itself for `...`, as a module's parameter is read."""
         if rows is Ellipsis:
             return self
         if self.doubled:
@@ -98,15 +98,15 @@ class Quantised:
         return wide.astype(self.dtype)
 
 
-type Weight = Array | Quantised | ColumnBlocks | Mxfp4 | Mxfp4Tiles
+type Weight = Array | Quantized | ColumnBlocks | Mxfp4 | Mxfp4Tiles
 
 
-def quantise(matrix: Float[Array, "F D"], kind: WeightDtype, *, across: bool = False, doubled: int = 0) -> Quantised:
+def quantize(matrix: Float[Array, "F D"], kind: WeightDtype, *, across: bool = False, doubled: int = 0) -> Quantized:
     """The nearest matrix in eight bits whose rows' largest entries are kept; a row of zeros stays one.
 
     Args:
       across: ranks have columns of the same rows, whose largest entries are those of all ranks.
-      doubled: see `Quantised`.
+      doubled: see `Quantized`.
     """
     wide = matrix.astype(jnp.float32)
     values, scales = _nearest(wide, kind, across=across)
@@ -116,25 +116,25 @@ def quantise(matrix: Float[Array, "F D"], kind: WeightDtype, *, across: bool = F
         values, scales = (jnp.concatenate(both) for both in zip((values, scales), more, strict=True))
     paired = matrix.shape[1] % INTERLEAVE_BLOCK == 0
     values = interleave_columns(values) if paired else values
-    return Quantised(values, scales, jnp.dtype(matrix.dtype), paired, kind == "fp8_dynamic", doubled=doubled)
+    return Quantized(values, scales, jnp.dtype(matrix.dtype), paired, kind == "fp8_dynamic", doubled=doubled)
 
 
-_quantised = jax.jit(quantise, static_argnames=("kind", "doubled"))
+_quantized = jax.jit(quantize, static_argnames=("kind", "doubled"))
 
 
 def rounding_jobs(weights: Mapping[str, Mapping[str, Any]]) -> list[Callable[[], Any]]:
-    """Jobs that compile the programs of `quantise_weights` for weights of these shapes, if one device has them all."""
-    every = (one for table in weights.values() for one in table.values() if isinstance(one, Quantised))
+    """Jobs that compile the programs of `quantize_weights` for weights of these shapes, if one device has them all."""
+    every = (one for table in weights.values() for one in table.values() if isinstance(one, Quantized))
     alone = [one for one in every if getattr(one.values, "sharding", None) is None]
     cases = {(one.shape, one.dtype, _kind(one), one.doubled) for one in alone}
     return [partial(_compile, *case) for case in sorted(cases, key=str)]
 
 
 def _compile(shape: tuple[int, ...], dtype: jnp.dtype, kind: WeightDtype, doubled: int) -> None:
-    _quantised.lower(jax.ShapeDtypeStruct(shape, dtype), kind=kind, doubled=doubled).compile()
+    _quantized.lower(jax.ShapeDtypeStruct(shape, dtype), kind=kind, doubled=doubled).compile()
 
 
-def _kind(matrix: Quantised) -> WeightDtype:
+def _kind(matrix: Quantized) -> WeightDtype:
     if matrix.values.dtype == jnp.int8:
         return "int8"
     return "fp8_dynamic" if matrix.dynamic else "fp8"
@@ -152,15 +152,15 @@ def _nearest(wide: Float[Array, "F D"], kind: WeightDtype, *, across: bool) -> t
 
 def summed_rows(products: Float[Array, "... Fd"], weight: Weight) -> Float[Array, "... F"]:
     """Products with all stored rows of a weight as those with the matrix that they stand for: of doubled rows the sums."""
-    if not isinstance(weight, Quantised) or not weight.doubled:
+    if not isinstance(weight, Quantized) or not weight.doubled:
         return products
     rows, more = weight.shape[0], weight.doubled
     last = products[..., rows - more : rows] + products[..., rows:]
     return jnp.concatenate([products[..., : rows - more], last], axis=-1)
 
 
-def product(x: Float[Array, "... D"], matrix: Quantised, live: Int[Array, ""] | None = None) -> Float[Array, "... F"]:
-    """`x` times the dequantised rows: the product accumulates in float32 and is scaled before it is rounded.
+def product(x: Float[Array, "... D"], matrix: Quantized, live: Int[Array, ""] | None = None) -> Float[Array, "... F"]:
+    """`x` times the dequantized rows: the product accumulates in float32 and is scaled before it is rounded.
 
     `live`: so many rows from the first on are asked for: the others may be anything.
     """
@@ -174,7 +174,7 @@ def product(x: Float[Array, "... D"], matrix: Quantised, live: Int[Array, ""] | 
     return summed_rows(products, matrix).reshape(*x.shape[:-1], -1)
 
 
-def best_product(x: Float[Array, "... D"], matrix: Quantised) -> Int[Array, "..."]:
+def best_product(x: Float[Array, "... D"], matrix: Quantized) -> Int[Array, "..."]:
     """The row of the matrix with the largest `product`, the first of equal ones."""
     rows = x.reshape(-1, x.shape[-1])
     if not rounds(matrix, len(rows)):
@@ -184,15 +184,15 @@ def best_product(x: Float[Array, "... D"], matrix: Quantised) -> Int[Array, "...
 
 def rounds(weight: Weight, rows: int) -> bool:
     """Whether so many rows are rounded before they are multiplied with a weight."""
-    return isinstance(weight, Quantised) and weight.dynamic and rows >= MANY_ROWS
+    return isinstance(weight, Quantized) and weight.dynamic and rows >= MANY_ROWS
 
 
-def rounded(rows: Float[Array, "M D"], matrix: Quantised) -> Float8Rows:
+def rounded(rows: Float[Array, "M D"], matrix: Quantized) -> Float8Rows:
     """Rows as a matrix that rounds them takes them."""
     return float8_rows(rows, paired=matrix.paired)
 
 
-def quantise_weights(params: dict[str, Array], kind: WeightDtype) -> dict[str, Weight]:
+def quantize_weights(params: dict[str, Array], kind: WeightDtype) -> dict[str, Weight]:
     """A model's parameters with its large matrices in eight bits, taken out of `params` one by one: no two copies at a time.
 
     What stays as it is moves as well. Norms left between the places of large matrices would cut the memory that becomes free into
@@ -205,8 +205,8 @@ def quantise_weights(params: dict[str, Array], kind: WeightDtype) -> dict[str, W
     return result
 
 
-def quantise_shares(params: dict[str, Array], kind: WeightDtype, ranks: Ranks) -> dict[str, Weight]:
-    """`quantise_weights` of arrays that ranks share: the same model is rounded in the same way for any number of them."""
+def quantize_shares(params: dict[str, Array], kind: WeightDtype, ranks: Ranks) -> dict[str, Weight]:
+    """`quantize_weights` of arrays that ranks share: the same model is rounded in the same way for any number of them."""
     result, rounded_one = dict[str, Weight](), rounding(params, kind, ranks)
     for name in list(params):
         result[name] = rounded_one(name, params.pop(name))
@@ -228,7 +228,7 @@ def rounding(
         if not _is_rounded(name):
             return array
         if ranks is None:
-            return _quantised(array, kind=kind, doubled=doubled.get(name, 0))
+            return _quantized(array, kind=kind, doubled=doubled.get(name, 0))
         return _rounded_share(array, kind, ranks, doubled.get(name, 0))
 
     return rounded_one
@@ -244,11 +244,11 @@ def _doubled_rows(params: Mapping[str, Any]) -> dict[str, int]:
     return {name: 2 * held_shape(params[of_heads])[0] for name, of_heads in gated.items()}
 
 
-def _rounded_share(array: Array, kind: WeightDtype, ranks: Ranks, doubled: int) -> Quantised:
+def _rounded_share(array: Array, kind: WeightDtype, ranks: Ranks, doubled: int) -> Quantized:
     axis = ranks.axis_of(array)
     own = jax.ShapeDtypeStruct(held_shape(array), array.dtype)
     values, scales = _share_rounder(kind, ranks, axis, doubled)(array)
-    return replace(jax.eval_shape(partial(quantise, kind=kind, doubled=doubled), own), values=values, scales=scales)
+    return replace(jax.eval_shape(partial(quantize, kind=kind, doubled=doubled), own), values=values, scales=scales)
 
 
 @cache
@@ -258,7 +258,7 @@ def _share_rounder(
     """Function that rounds a matrix cut along `axis`: one for all matrices, compiled once for each shape."""
 
     def rounded_share(matrix: Array) -> tuple[Array, Array]:
-        made = quantise(matrix, kind, across=axis == 1, doubled=doubled)
+        made = quantize(matrix, kind, across=axis == 1, doubled=doubled)
         return made.values, made.scales
 
     cut, whole = (ranks.whole if axis is None else ranks.along(axis)).spec, ranks.whole.spec

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int
 from dflash_jax.models import DFlash
 from dflash_jax.models.heads.markov import Markov
 from dflash_jax.models.heads.selector import Selector
-from dflash_jax.quantization.weights import Quantised
+from dflash_jax.quantization.weights import Quantized
 from dflash_jax.training.losses import hard_terms, soft_terms
 
 CROSS_ENTROPY, VARIATION = 0.1, 0.9
@@ -59,7 +59,7 @@ class Terms(NamedTuple):
     match: Float[Array, "M S"]
 
 
-def terms(draft: DFlash, places: Places, head_weight: Float[Array, "V D"] | Quantised) -> Terms:
+def terms(draft: DFlash, places: Places, head_weight: Float[Array, "V D"] | Quantized) -> Terms:
     """The loss of the drafter's kind. `head_weight` is the target's, for drafters without a head of their own."""
     base, kind = draft.logits(places.hidden, head_weight), draft.config.head and draft.config.head.kind
     if kind == "markov":

@@ -45,7 +45,7 @@ def paged_oracle(case: Case) -> np.ndarray:
 
 
 def _of_sequence(case: Case, name: str, row: int) -> np.ndarray:
-    """Keys or values of a sequence `[S, K, H]`, dequantised."""
+    """Keys or values of a sequence `[S, K, H]`, dequantized."""
     pool, scale = getattr(case, f"{name}_pages"), case.options.get(f"{name}_scale")
     pages = case.page_table[row, : -(-case.seq_lens[row] // pool.shape[2])]
     held = pool[pages].astype(np.float64)

@@ -278,7 +278,7 @@ def test_a_model_of_zeros_gets_scales_of_one() -> None:
 
 @pytest.mark.few("config1-fp8_packed")
 @pytest.mark.parametrize(("config", "cache_dtype"), [(GQA, "fp8"), (MLA, "fp8_packed")])
-def test_logits_stay_close_to_the_unquantised_models(config, cache_dtype) -> None:
+def test_logits_stay_close_to_the_unquantized_models(config, cache_dtype) -> None:
     """A whole model, prompt in two parts and one token after it: near the dense model, and the same however the prompt is cut."""
     params, ids = params_of(config), np.random.default_rng(1).integers(0, 61, (1, 24)).astype(np.int32)
     scales = calibrate(config, params, ids.tolist()) if cache_dtype == "fp8" else None

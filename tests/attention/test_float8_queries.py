@@ -19,7 +19,7 @@ from dflash_jax.errors import ParameterError
 from dflash_jax.models.presets import DEEPSEEK_TARGETS, SPARSE_TARGETS
 from dflash_jax.quantization.kv_formats import CacheScales, check_query_dtype, default_scales
 
-from ..kernels.test_quantise import E4M3, nearest
+from ..kernels.test_quantize import E4M3, nearest
 from .latent_layer import Batch
 from .test_cache_formats import RANK, SCALE, batch_in
 

@@ -46,7 +46,7 @@ KNOWN = {
     ],
     "rows that pad a batch: length 0, garbage tables, NaN in the output or in a largest value": [
         (MLA, "test_nothing_unused_is_read"), (PACKED, "test_every_request_is_as_alone"),
-        ("attention/test_known_failures.py", "test_padding_does_not_reach_quantised_outputs"),
+        ("attention/test_known_failures.py", "test_padding_does_not_reach_quantized_outputs"),
     ],
     "NaN behind a sequence's end": [
         (MLA, "test_nothing_unused_is_read"), (OP, "test_nothing_unused_is_read"), (FORMATS, "test_nothing_unused_is_read"),
@@ -92,18 +92,18 @@ def test_every_known_failure_has_its_tests(failure: str) -> None:
 
 @pytest.mark.few("chunked")
 @pytest.mark.parametrize("form", [None, LatentForm(0, 24)], ids=["absorbed", "chunked"])
-def test_padding_does_not_reach_quantised_outputs(form: LatentForm | None) -> None:
-    """The layer's output, quantised three ways: garbage in padding rows changes no byte of any row, and they are zeros."""
+def test_padding_does_not_reach_quantized_outputs(form: LatentForm | None) -> None:
+    """The layer's output, quantized three ways: garbage in padding rows changes no byte of any row, and they are zeros."""
 
-    def quantised(garbage: float) -> list[np.ndarray]:
+    def quantized(garbage: float) -> list[np.ndarray]:
         out, _ = run(make_batch(CONTEXT, QUERIES, garbage=garbage, value=16, seed=5), 6, form, garbage)
         rows = jnp.asarray(out.reshape(*out.shape[:2], -1))
         arrays = [quantize_tensor(rows, 0.01), *quantize_groups(rows, group=16), *quantize_nvfp4(rows, 50.0)]
         return [np.asarray(array) for array in arrays]
 
-    clean = quantised(0.0)
+    clean = quantized(0.0)
     for garbage in (np.nan, np.inf):
-        assert [array.tobytes() for array in quantised(garbage)] == [array.tobytes() for array in clean]
+        assert [array.tobytes() for array in quantized(garbage)] == [array.tobytes() for array in clean]
     dead = np.arange(6) >= np.array(QUERIES)[:, None]
     assert not clean[0].view(np.uint8)[dead].any()
     assert np.isfinite(clean[2][dead]).all()

@@ -136,7 +136,7 @@ def test_only_the_sinks_pages_are_written() -> None:
         np.testing.assert_array_equal(pool, expected)
 
 
-def dequantised(pools: Any, k_scale: Any, v_scale: Any) -> list[np.ndarray]:
+def dequantized(pools: Any, k_scale: Any, v_scale: Any) -> list[np.ndarray]:
     """Pools in float64."""
     k, v = (np.asarray(pool).astype(np.float64) for pool in pools)
     if k_scale is not None:
@@ -169,7 +169,7 @@ def test_any_number_in_pages_of_any_format(count: int, stored: Any) -> None:
     given = scales | ({} if kept.k_scale is None else {"k_scale": kept.k_scale})
     call = jax.jit(sink_attention, static_argnames="sinks")
     out = call(q, *kept[:2], table, lens, pages, sinks=count, q_lens=q_lens, **given)
-    pools = dequantised(kept[:2], given.get("k_scale"), given.get("v_scale"))
+    pools = dequantized(kept[:2], given.get("k_scale"), given.get("v_scale"))
     held = [rows_of(pool, pages, count) for pool in pools]
     for written, sink in zip(held, sinks, strict=True):
         np.testing.assert_allclose(written, sink, rtol=0, atol=0 if stored is None else 0.07)

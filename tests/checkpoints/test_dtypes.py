@@ -76,7 +76,7 @@ def test_a_needed_tensor_of_such_a_type_is_named_and_not_called_damaged(tmp_path
     assert "damaged" not in str(caught.value)
 
 
-def test_what_the_weights_are_quantised_with_is_said_beside_the_configuration(tmp_path: Path) -> None:
+def test_what_the_weights_are_quantized_with_is_said_beside_the_configuration(tmp_path: Path) -> None:
     root = folder(tmp_path, quantization_config={"quant_method": "mxfp8"})
     edit(root, "model.layers.0.mlp.up_proj.weight_scale", "F8_E8M0", [8], b"\x7f" * 8)
     edit(root, "model.layers.0.mlp.down_proj.weight_scale", "F8_E8M0", [8], b"\x7f" * 8)
@@ -86,7 +86,7 @@ def test_what_the_weights_are_quantised_with_is_said_beside_the_configuration(tm
         "tensor model.layers.0.mlp.up_proj.weight_scale and 1 more have dtype F8_E8M0, which is not read: take the release in "
         "bfloat16, float16 or float32"
     )
-    assert "weights are quantised ('mxfp8')" in problems[1]
+    assert "weights are quantized ('mxfp8')" in problems[1]
 
 
 def test_a_type_of_the_future_may_be_damage_or_not(tmp_path: Path) -> None:

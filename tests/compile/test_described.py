@@ -25,7 +25,7 @@ from dflash_jax.models.presets import (
     QWEN2_TARGETS,
     TARGETS,
 )
-from dflash_jax.quantization.weights import Quantised
+from dflash_jax.quantization.weights import Quantized
 
 PRESETS = {
     **TARGETS,
@@ -64,7 +64,7 @@ def test_setups_that_differ_in_any_field_are_described_differently():
 
 
 def test_trees_of_arrays_come_back_as_their_shapes():
-    values = Quantised(jnp.zeros((2, 3), jnp.int8), jnp.ones(2), jnp.dtype("bfloat16"))
+    values = Quantized(jnp.zeros((2, 3), jnp.int8), jnp.ones(2), jnp.dtype("bfloat16"))
     pages = Pages((jnp.zeros((1, 2)),), ())
     caches = Caches(pages, pages, (DeltaState(jnp.zeros((1, 2, 3, 4)), jnp.zeros((1, 3, 5))),))
     tree = (pages, caches, {"b": [np.int32(3), None], "a": values})

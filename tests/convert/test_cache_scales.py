@@ -96,12 +96,12 @@ def test_what_quantizes_nothing_but_the_cache_is_opened(hf, scheme) -> None:
 @pytest.mark.parametrize(
     ("scheme", "message"),
     [
-        (COMPRESSED | {"kv_cache_scheme": None}, "weights are quantised .'compressed-tensors'"),
-        (MODELOPT | {"quant_algo": "FP8"}, "weights are quantised .'modelopt'"),
-        (COMPRESSED | {"weight_block_size": [128, 128]}, "weights are quantised"),
-        (COMPRESSED | {"config_groups": {"g": {"targets": ["Linear"], "weights": SCHEME}}}, "weights are quantised"),
+        (COMPRESSED | {"kv_cache_scheme": None}, "weights are quantized .'compressed-tensors'"),
+        (MODELOPT | {"quant_algo": "FP8"}, "weights are quantized .'modelopt'"),
+        (COMPRESSED | {"weight_block_size": [128, 128]}, "weights are quantized"),
+        (COMPRESSED | {"config_groups": {"g": {"targets": ["Linear"], "weights": SCHEME}}}, "weights are quantized"),
         (COMPRESSED | {"config_groups": {"g": {"targets": ["Linear"], "output_activations": SCHEME}}}, "weights are"),
-        (COMPRESSED | {"config_groups": [1]}, "weights are quantised"),
+        (COMPRESSED | {"config_groups": [1]}, "weights are quantized"),
         (COMPRESSED | {"kv_cache_scheme": SCHEME | {"type": "int"}}, "keeps keys and values in .*'int'.*not dynamic"),
         (COMPRESSED | {"kv_cache_scheme": SCHEME | {"dynamic": True}}, "not dynamic.*remove quantization_config"),
         (COMPRESSED | {"kv_cache_scheme": SCHEME | {"strategy": "channel"}}, "keeps keys and values in"),

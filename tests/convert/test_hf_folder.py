@@ -215,12 +215,12 @@ def test_missing_config_and_missing_weights(hf):
         ("quantization", {"group_size": 64, "bits": 4}, "MLX's format, {'group_size': 64"),
     ],
 )
-def test_quantised_checkpoints_are_refused(hf, key, value, method):
+def test_quantized_checkpoints_are_refused(hf, key, value, method):
     for name, folder in {"target": hf.qwen3(), "drafter": hf.dflash()}.items():
         edit_config(folder, **{key: value})
         with pytest.raises(ConfigError, match="expected bfloat16, float16 or float32") as caught:
             open_checkpoint(folder)
-        assert f"{key} that the weights are quantised" in str(caught.value), name
+        assert f"{key} that the weights are quantized" in str(caught.value), name
         assert method in str(caught.value)
         assert "bookkeeping" not in str(caught.value)  # the key must not be removed from files that mean it
 

@@ -79,7 +79,7 @@ def test_the_shipped_pair_with_pages_in_int8(tmp_path) -> None:
     assert max(length for out in drafted for length in out.acceptance_lengths) > 3
     whole = dj.generate(dj.load(**OPTIONS), prompts, params)
     same = [a == b for x, y in zip(plain, whole, strict=True) for a, b in zip(x.token_ids, y.token_ids, strict=False)]
-    assert np.mean(same) > 0.5  # quantised text may differ, but it is no noise
+    assert np.mean(same) > 0.5  # quantized text may differ, but it is no noise
 
 
 def test_int8_pages_are_read_as_they_are_kept() -> None:

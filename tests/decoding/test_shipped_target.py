@@ -57,7 +57,7 @@ def test_greedy_text_does_not_depend_on_the_drafter(model, prompts, plain, kind,
     assert config.mask_token_id not in np.concatenate(plain)
     if kind == "always wrong":
         assert other.acceptance_by_position == (0.0,) * 3
-        causes = ("enable_thinking", "another one than", "another target", "quantised", "draft_window")
+        causes = ("enable_thinking", "another one than", "another target", "quantized", "draft_window")
         assert [all(cause in text for cause in causes) for text in said] == [True]
     assert lengths.max() == 1 if kind == "always wrong" else lengths.mean() < 1.5
     assert other.engine.allocator.num_free == other.engine.num_pages

@@ -37,7 +37,7 @@ from dflash_jax.models import family_named
 from dflash_jax.models.dflash import SHARED_HEAD
 from dflash_jax.models.presets import DEEPSEEK_TARGETS, DRAFTERS, GEMMA4_TARGETS, SPARSE_TARGETS, TARGETS
 from dflash_jax.options import LoadOptions
-from dflash_jax.quantization.weights import quantise_weights, rounding
+from dflash_jax.quantization.weights import quantize_weights, rounding
 
 GIB = 1 << 30
 PAIR = [(one.config, one.family) for one in open_pair() if one is not None]
@@ -172,7 +172,7 @@ def test_what_weights_take_while_they_are_read(monkeypatch, looked_at):
 
     def watched(params, kind):
         params, _ = Watched(params), params.clear()
-        return quantise_weights(params, kind)
+        return quantize_weights(params, kind)
 
     def watched_one(*args):
         keep = rounding(*args)
@@ -185,7 +185,7 @@ def test_what_weights_take_while_they_are_read(monkeypatch, looked_at):
         return kept_one
 
     stored, kept = (weight_shapes(PAIR, jnp.dtype("float32"), kind) for kind in (None, "int8"))
-    monkeypatch.setattr("dflash_jax.checkpoints.weights.quantise_weights", watched)
+    monkeypatch.setattr("dflash_jax.checkpoints.weights.quantize_weights", watched)
     monkeypatch.setattr("dflash_jax.checkpoints.weights.rounding", watched_one)
     looks: dict = {"observe": lambda params: None} if looked_at else {}
     weights = read_weights(*open_pair(), jnp.dtype("float32"), "int8", **looks)

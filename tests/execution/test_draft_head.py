@@ -20,7 +20,7 @@ from dflash_jax.models import family_named
 from dflash_jax.models.dflash import HEAD_INDEX, SHARED_HEAD
 from dflash_jax.models.heads import Block, MarkovConfig, Selector, SelectorConfig, Sizes
 from dflash_jax.models.presets import DRAFTERS, TARGETS
-from dflash_jax.quantization.weights import quantise
+from dflash_jax.quantization.weights import quantize
 
 from ..devices import on
 
@@ -60,7 +60,7 @@ def test_the_head_decides() -> None:
     best = head[int(jnp.argmax(rows @ head.T))] * 1.5
     for more, expected in ((0.0, 7), (1e-4, 1000)):
         alike = head.at[7].set(best).at[1000].set(best + more * jnp.sign(rows[0]) * (jnp.abs(best) < 1))
-        index = quantise(alike, "fp8_dynamic")
+        index = quantize(alike, "fp8_dynamic")
         values = np.asarray(index.values, np.float32)
         assert (values[7] == values[1000]).mean() > 0.99
         assert int(best_of(rows, alike, index)[0]) == expected
@@ -127,7 +127,7 @@ def test_the_best_few_are_on_the_list() -> None:
 def test_where_an_index_pays(kind: str, shape: tuple[int, int], dtype: str, pays: bool) -> None:
     with on(kind):
         assert index_pays(jax.ShapeDtypeStruct(shape, dtype)) == pays
-        assert not index_pays(jax.eval_shape(lambda head: quantise(head, "fp8"), jax.ShapeDtypeStruct(shape, dtype)))
+        assert not index_pays(jax.eval_shape(lambda head: quantize(head, "fp8"), jax.ShapeDtypeStruct(shape, dtype)))
 
 
 def test_which_pairs_have_one() -> None:

@@ -39,7 +39,7 @@ from dflash_jax.models.presets import (
 )
 from dflash_jax.models.traits import DeltaTraits
 from dflash_jax.parallel.ranks import share_config
-from dflash_jax.quantization.weights import quantise_weights
+from dflash_jax.quantization.weights import quantize_weights
 
 from ..devices import h200, on
 
@@ -208,7 +208,7 @@ def test_products_of_many_rows_are_left_to_cublas(slots: int, dtypes: set[str], 
     beside = None
     if kind is not None:
         drafter = {"fc.weight": jax.ShapeDtypeStruct((2, 16), jnp.bfloat16)}
-        beside = weight_format(jax.eval_shape(lambda params: quantise_weights(params, kind), drafter))
+        beside = weight_format(jax.eval_shape(lambda params: quantize_weights(params, kind), drafter))
         plain = plain and kind == "fp8_dynamic"
     found = choose(TRAITS, CallShape(slots, 16, BFLOAT16), weights, beside=beside)
     assert dict(found.xla_options) == ONE_GRAPH | (CUBLAS_PRODUCTS if plain else {})

@@ -30,7 +30,7 @@ from dflash_jax.models.dflash import dflash_parameters, dflash_traits
 from dflash_jax.models.layers import Linear, Rotary
 from dflash_jax.models.presets import HYBRID_TARGETS, MOE_TARGETS, QWEN2_TARGETS
 from dflash_jax.models.qwen3_5 import qwen35_parameters
-from dflash_jax.quantization.weights import Quantised, quantise_weights
+from dflash_jax.quantization.weights import Quantized, quantize_weights
 
 from ..devices import h200, on
 from ..hybrid_pair import hybrid_config
@@ -138,7 +138,7 @@ def test_hybrid_layers_in_eight_bits(kind: Any, runner: str, sequences: int, mon
     """As called one by one, which rounds many rows as well; gates are added up behind every projection."""
     config = hybrid_config(hidden_size=48, linear_value_dim=8)
     drawn = {name: jnp.asarray(array) for name, array in random_weights(config, 6).items()}
-    params = quantise_weights(drawn, kind)
+    params = quantize_weights(drawn, kind)
     ids = jax.random.randint(jax.random.key(3), (sequences, 5), 0, config.vocab_size)
     call = CallShape(sequences, 5, jnp.dtype(jnp.float32))
 
@@ -323,10 +323,10 @@ def test_hybrid_layers_in_eight_bits_of_published_shapes(
     """As far from float32 activations on the same rounded weights as layers called one by one are, which round rows as well."""
     monkeypatch.setattr(switches, "HYBRID_EIGHT_BITS", True)
     config, jitted = first_layers(name), jax.jit(verified(first_layers(name), sequences, tokens), static_argnums=1)
-    params: dict[str, Any] = dict(quantise_weights(drawn_params(config), kind))
+    params: dict[str, Any] = dict(quantize_weights(drawn_params(config), kind))
     wide: dict[str, Any] = {}
     for one, weight in params.items():
-        if isinstance(weight, Quantised):
+        if isinstance(weight, Quantized):
             wide[one] = dataclasses.replace(weight, dtype=jnp.dtype(jnp.float32), dynamic=False)
         else:
             wide[one] = weight.astype(jnp.float32)
@@ -343,7 +343,7 @@ def test_hybrid_layers_in_eight_bits_lower(
     """For an H100. Behind each mixer one launch has all that follows, or sums are normed and rounded in one."""
     monkeypatch.setattr(switches, "HYBRID_EIGHT_BITS", True)
     config = first_layers(name, 2)
-    params = jax.eval_shape(lambda: quantise_weights(drawn_params(config), kind))
+    params = jax.eval_shape(lambda: quantize_weights(drawn_params(config), kind))
     run = jax.jit(verified(config, sequences, tokens), static_argnums=1)
     with on("NVIDIA H100 80GB HBM3"):
         call = CallShape(sequences, tokens, jnp.dtype(jnp.bfloat16))
@@ -370,10 +370,10 @@ def test_layers_with_biases_of_published_shapes(
     """Qwen2.5-7B's, of which a launch gives the product and the next one takes it with the bias."""
     config, pages = first_layers("Qwen2.5-7B", 2), PageShape(64, 2, jnp.dtype(jnp.bfloat16))
     jitted, params = jax.jit(verified(config, sequences, tokens), static_argnums=1), drawn_params(config)
-    held: dict[str, Any] = dict(params) if kind is None else dict(quantise_weights(dict(params), kind))
+    held: dict[str, Any] = dict(params) if kind is None else dict(quantize_weights(dict(params), kind))
     wide: dict[str, Any] = {one: array.astype(jnp.float32) for one, array in params.items()}
     for one, weight in held.items():
-        if isinstance(weight, Quantised):
+        if isinstance(weight, Quantized):
             wide[one] = dataclasses.replace(weight, dtype=jnp.dtype(jnp.float32), dynamic=False)
     call = CallShape(sequences, tokens, jnp.dtype(jnp.bfloat16), pages)
     chosen = choose(layer_traits(config), call, weight_format(held))

@@ -58,7 +58,7 @@ from dflash_jax.decoding.sampling import Mode, RequestArrays, sample
 from dflash_jax.execution.plan import EXACT_PRODUCTS
 from dflash_jax.models import moe
 from dflash_jax.models.layers import rms_norm, rotary_tables, rotate
-from dflash_jax.quantization.weights import product, quantise
+from dflash_jax.quantization.weights import product, quantize
 
 from .people import Call, Form, Operation, matrix, norm_weight, numbers, of_people
 
@@ -197,7 +197,7 @@ def products_of_xla(real: bool, kind: Any = None) -> Form:
     weight = matrix(features, depth)
     if kind is None:
         return rowwise(in_rows("x", width=depth), lambda x: x @ weight.T, **(EXACT_PRODUCTS if real else {}))
-    narrow = quantise(weight, kind)
+    narrow = quantize(weight, kind)
     op = partial(quantized_linear, paired=narrow.paired, implementation="xla")
     return rowwise(
         in_rows("x", width=depth),
@@ -208,7 +208,7 @@ def products_of_xla(real: bool, kind: Any = None) -> Form:
 
 def weight_only(real: bool, kind: Any) -> Form:
     depth, features = (2560, 6144) if real else (1280, 136)
-    narrow = quantise(matrix(features, depth), kind)
+    narrow = quantize(matrix(features, depth), kind)
     op = partial(quantized_linear, **KERNEL) if real else partial(launch_weight_only, **FEW)
     return rowwise(in_rows("x", width=depth), lambda x: op(x, narrow.values, narrow.scales, paired=narrow.paired))
 
@@ -216,7 +216,7 @@ def weight_only(real: bool, kind: Any) -> Form:
 def rounded_rows(real: bool, form: Any) -> Form:
     """W8A8 of many rows: each is rounded by its own largest number."""
     depth, features = (2560, 6144) if real else (512, 512)
-    narrow, norm = quantise(matrix(features, depth), "fp8_dynamic"), norm_weight(features)
+    narrow, norm = quantize(matrix(features, depth), "fp8_dynamic"), norm_weight(features)
     pairs = narrow.values, narrow.scales
     both: Any = {"store": float8_dense, "swiglu": float8_gated}
 
@@ -250,12 +250,12 @@ def head(real: bool, form: str) -> Form:
             **(EXACT_PRODUCTS if real else {}),
         )
     if form in ("int8", "fp8"):
-        narrow = quantise(weight, form)
+        narrow = quantize(weight, form)
         return rowwise(in_rows("x", width=depth), lambda x: product(x, narrow), **(EXACT_PRODUCTS if real else {}))
     if form == "best":
         op = partial(dense_best, **KERNEL) if real else partial(of_dense.launch_best, **FEW)
         return rowwise(in_rows("x", width=depth), lambda x: op(x, weight))
-    narrow = quantise(weight, "fp8")
+    narrow = quantize(weight, "fp8")
 
     def shortlist(x: jax.Array) -> jax.Array:
         if real:

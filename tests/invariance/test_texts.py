@@ -27,7 +27,7 @@ from dflash_jax.options import LoadOptions
 from dflash_jax.parallel import collectives
 from dflash_jax.parallel.ranks import local_ranks
 from dflash_jax.quantization.mxfp4 import Mxfp4
-from dflash_jax.quantization.weights import quantise_weights
+from dflash_jax.quantization.weights import quantize_weights
 
 from ..devices import on
 from ..hybrid_pair import hybrid_config
@@ -59,7 +59,7 @@ def in_sixteen_bits(weights: Any, kind: Any = None) -> None:
     for role, table in weights.items():
         weights[role] = {name: array.astype(jnp.bfloat16) for name, array in table.items()}
     if kind is not None:
-        weights["target"] = quantise_weights(weights["target"], kind)
+        weights["target"] = quantize_weights(weights["target"], kind)
 
 
 def small(target: Any = None, draft: Any = None, kind: Any = None, **options: Any) -> Pair:

@@ -29,7 +29,7 @@ from dflash_kernels.fused.qkv_attention.mosaic_gpu import launch as launch_qkv_a
 from dflash_kernels.recurrent.delta_rule.mosaic_gpu import launch_fold, launch_step, launch_verify
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from dflash_jax.quantization.weights import quantise
+from dflash_jax.quantization.weights import quantize
 
 from .over_pages import EPS, FP8, REAL_MIDDLE, angles, lengths, pages, pool, read, slots
 from .people import Call, Form, Operation, matrix, norm_weight, numbers, of_people
@@ -50,7 +50,7 @@ def _layer(hidden: int, inner: int, heads_width: int, following: int, kind: Any)
     norms = {"post_norm": norm_weight(hidden), "next_norm": norm_weight(hidden, salt=1)}
     if kind is None:
         return weights | norms
-    narrow = {name: quantise(weight, kind) for name, weight in weights.items()}
+    narrow = {name: quantize(weight, kind) for name, weight in weights.items()}
     scales = tuple(each.scales for each in narrow.values())
     return {name: each.values for name, each in narrow.items()} | norms | {"scales": scales}
 

@@ -28,13 +28,13 @@ class Case:
         return tuple(jnp.asarray(field) for field in fields)
 
     def key(self, page: int, head: int, at: int) -> np.ndarray:
-        """One key in float64, dequantised."""
+        """One key in float64, dequantized."""
         scale = self.options.get("k_scale")
         factor = 1.0 if scale is None else scale[head] if scale.ndim == 1 else scale[page, head, at]
         return self.k_pages[page, head, at].astype(np.float64) * np.float64(factor)
 
     def value(self, page: int, head: int, at: int) -> np.ndarray:
-        """One value in float64, dequantised."""
+        """One value in float64, dequantized."""
         scale = self.options.get("v_scale")
         return self.v_pages[page, head, at].astype(np.float64) * (
             1.0 if scale is None else scale[head].astype(np.float64)
@@ -83,7 +83,7 @@ def make_case(
     tokens = rng.standard_normal((2, b, longest, kv_heads, widest)).astype(dtype)
     k_scale = v_scale = None
     if stored is not None:
-        tokens, k_scale, v_scale = quantised(tokens, stored, rng)
+        tokens, k_scale, v_scale = quantized(tokens, stored, rng)
     for row in range(b):
         q[row, q_lens[row] :] = garbage
 
@@ -118,7 +118,7 @@ def with_wide_values(case: Case) -> Case:
     return dataclasses.replace(case, v_pages=wide, options=options)
 
 
-def quantised(tokens: np.ndarray, stored: Any, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def quantized(tokens: np.ndarray, stored: Any, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Keys and values `[2, B, S, K, H]` as they are stored, and the scales of both."""
     kv_heads = tokens.shape[3]
     if stored == np.int8:

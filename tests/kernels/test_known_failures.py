@@ -33,7 +33,7 @@ KNOWN = {
         (RAGGED_HOPPER, "test_nothing_unused_is_read"),
     ],
     "NaN behind a sequence's end": [
-        (OP, "test_nothing_unused_is_read"), (OPTIONS, "test_nothing_unused_is_read_of_quantised_pages"),
+        (OP, "test_nothing_unused_is_read"), (OPTIONS, "test_nothing_unused_is_read_of_quantized_pages"),
         (HOPPER, "test_nothing_unused_is_read"), (SCHEDULE, "test_nothing_unused_is_read"), (NARROW, "test_nothing_unused_is_read"),
         (RAGGED_HOPPER, "test_neighbours_may_hold_nan"), (ENGINE, "test_nan_in_unused_slots_changes_nothing"),
     ],
@@ -83,7 +83,7 @@ KNOWN = {
         (HOPPER, "test_schedule"), (SCHEDULE, "test_long_ones_are_divided_until_the_gpu_is_full"),
     ],
     "eight-bit pages written in one way and read in another": [
-        (QKV, "test_agrees_with_float64"), (OPTIONS, "test_quantised_pages"), (NARROW, "test_every_float8_value_is_exact"),
+        (QKV, "test_agrees_with_float64"), (OPTIONS, "test_quantized_pages"), (NARROW, "test_every_float8_value_is_exact"),
         ("decoding/test_cache_dtype.py", "test_int8_pages_are_read_as_they_are_kept"),
         (QKV, "test_a_key_of_zeros_has_a_scale_to_divide_by"),
     ],

@@ -154,7 +154,7 @@ def test_one_scale_for_the_pool(scale: float) -> None:
     assert np.isnan(np.asarray(nan, np.float32)).tolist() == [True, False]
 
 
-def test_unquantised_pools_are_cast() -> None:
+def test_unquantized_pools_are_cast() -> None:
     latents = jnp.asarray(rows(3, 8, 4, np.float32))
     encoded = latent_encode(latents, jnp.bfloat16, kv_lora_rank=8)
     assert encoded.dtype == jnp.bfloat16

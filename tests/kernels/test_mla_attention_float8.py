@@ -17,7 +17,7 @@ __all__ = ["interpret"]
 SCALE = 1 / 8
 
 
-def quantised(case: Case) -> tuple[Case, Case]:
+def quantized(case: Case) -> tuple[Case, Case]:
     """The same rows as e4m3 numbers, and as what those stand for under `SCALE`; garbage stays NaN."""
     stored = (jnp.asarray(case.k_pages, jnp.float32) / SCALE).astype(jnp.float8_e4m3fn)
     options = case.options | {"latent_scale": jnp.float32(SCALE)}
@@ -27,7 +27,7 @@ def quantised(case: Case) -> tuple[Case, Case]:
 
 def check(case: Case, tuning: Tuning, interpret: Any) -> None:
     """Widened exactly: as near to float64 of the numbers that the pages stand for as with 16-bit rows."""
-    stored, exact = quantised(case)
+    stored, exact = quantized(case)
     (out, lse), (true_out, true_lse) = run(stored, tuning, interpret), true_values(exact)
     np.testing.assert_allclose(out.astype(np.float64), true_out, rtol=0, atol=2**-8 * max(np.abs(true_out).max(), 1))
     np.testing.assert_allclose(lse, true_lse, rtol=1e-5, atol=1e-3)
@@ -75,7 +75,7 @@ def test_nothing_unused_is_read(heads: int, interpret: Any) -> None:
         if garbage == 0:
             inside = case.page_table % len(case.k_pages) == case.page_table
             case.page_table = np.where(inside, case.page_table, 0)
-        found.append(run(quantised(case)[0], Tuning(splits=2), interpret))
+        found.append(run(quantized(case)[0], Tuning(splits=2), interpret))
     assert all(a.tobytes() == b.tobytes() for a, b in zip(*found, strict=True))
 
 

@@ -187,7 +187,7 @@ def test_lowers_for_an_h200() -> None:
 def test_rows_of_two_tiles_are_dealt_alike() -> None:
     """Rows 16 to 63 of 80 are in both tiles, whose last tokens see 128 and 131 keys: parts begin where the other tile's do."""
     launch = plan(
-        Tuning(splits=2, min_tiles=1), b=1, tokens=16, heads=5, page_size=64, table_width=4, quantised=False, causal=True,
+        Tuning(splits=2, min_tiles=1), b=1, tokens=16, heads=5, page_size=64, table_width=4, quantized=False, causal=True,
         scale=1.0,
     )  # fmt: skip
     seq_lens, q_lens, order = (jnp.asarray([value], jnp.int32) for value in (131, 16, 0))
@@ -236,7 +236,7 @@ def planned(b: int, t: int, heads: int, length: int = 4096) -> Any:
         heads=heads,
         page_size=64,
         table_width=length // 64,
-        quantised=False,
+        quantized=False,
         causal=True,
         scale=1.0,
     )

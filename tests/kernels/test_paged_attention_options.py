@@ -1,4 +1,4 @@
-"""ALiBi and quantised pages in every implementation of paged attention, against loops in float64."""
+"""ALiBi and quantized pages in every implementation of paged attention, against loops in float64."""
 
 import functools
 import inspect
@@ -53,7 +53,7 @@ def test_alibi(mask: dict[str, Any], sqrt: bool, candidate: Candidate) -> None:
 @pytest.mark.few("*-3-*")
 @pytest.mark.parametrize("stored", STORED, ids=["fp8", "e5m2", "int8"])
 @pytest.mark.parametrize("index", range(4))
-def test_quantised_pages(index: int, stored: Any, candidate: Candidate) -> None:
+def test_quantized_pages(index: int, stored: Any, candidate: Candidate) -> None:
     if not takes(candidate, stored):
         return
     t, kv_heads, group = ((1, 2, 4), (4, 1, 3), (16, 2, 5), (7, 3, 1))[index]
@@ -68,7 +68,7 @@ def test_quantised_pages(index: int, stored: Any, candidate: Candidate) -> None:
 
 
 @pytest.mark.parametrize("stored", STORED, ids=["fp8", "e5m2", "int8"])
-def test_nothing_unused_is_read_of_quantised_pages(stored: Any, candidate: Candidate) -> None:
+def test_nothing_unused_is_read_of_quantized_pages(stored: Any, candidate: Candidate) -> None:
     """float8 pages hold NaN in unused rows, int8 pages have NaN scales there."""
     if not takes(candidate, stored):
         return
@@ -84,7 +84,7 @@ def test_nothing_unused_is_read_of_quantised_pages(stored: Any, candidate: Candi
 @pytest.mark.few("xla-bfloat16-fp8", "xla-float16-int8")
 @pytest.mark.parametrize("stored", STORED, ids=["fp8", "e5m2", "int8"])
 @pytest.mark.parametrize(("candidate", "dtype"), IN_HALF_PRECISION)
-def test_quantised_pages_under_half_precision(stored: Any, dtype: Any, candidate: Candidate) -> None:
+def test_quantized_pages_under_half_precision(stored: Any, dtype: Any, candidate: Candidate) -> None:
     if takes(candidate, stored):
         check(make_case([200, 90], t=16, group=4, head_dim=128, page_size=64, dtype=dtype, stored=stored), candidate)
 

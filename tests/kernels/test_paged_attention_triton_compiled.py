@@ -53,7 +53,7 @@ def test_compiles_to_machine_code(
 @pytest.mark.few("fp8-90")
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("stored", [jnp.float8_e4m3fn, jnp.float8_e5m2, jnp.int8], ids=["fp8", "e5m2", "int8"])
-def test_quantised_pages_compile(stored: Any, capability: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_quantized_pages_compile(stored: Any, capability: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     q, pages, _, *rest = shapes(5, 4, 128, 64)
     pages = jax.ShapeDtypeStruct(pages.shape, stored)

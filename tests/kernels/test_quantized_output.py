@@ -1,4 +1,4 @@
-"""A quantized output and the product that reads it, against float64: bytes are those of tests/kernels/test_quantise.py's ops."""
+"""A quantized output and the product that reads it, against float64: bytes are those of tests/kernels/test_quantize.py's ops."""
 
 import inspect
 from typing import Any
@@ -20,7 +20,7 @@ from dflash_kernels import (
     swizzle_scales,
 )
 
-from .test_quantise import E2M1
+from .test_quantize import E2M1
 
 M, D, F = 70, 256, 24
 E4M3 = jnp.float8_e4m3fn

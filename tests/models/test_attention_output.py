@@ -19,10 +19,10 @@ from dflash_jax.models import DeepseekConfig, bind, family_named, init_params, t
 from dflash_jax.models.layers import Rotary
 from dflash_jax.options import ATTENTION_OUTPUTS
 from dflash_jax.quantization.attention_output import check_attention_output, layer_scale, with_outputs
-from dflash_jax.quantization.weights import Quantised, quantise_weights
+from dflash_jax.quantization.weights import Quantized, quantize_weights
 
-from ..kernels.test_quantise import E2M1, E4M3, nearest
-from .test_quantised import dequantised
+from ..kernels.test_quantize import E2M1, E4M3, nearest
+from .test_quantized import dequantized
 
 CONFIG = DeepseekConfig(
     vocab_size=96, hidden_size=64, intermediate_size=96, num_layers=2, num_heads=4, num_kv_heads=4, head_dim=24,
@@ -37,7 +37,7 @@ CLOSE = {"fp8": 2.0**-4, "fp8_groups": 2.0**-4, "nvfp4": 1 / 6 + 0.08}
 @functools.cache
 def plain_weights() -> dict[str, Any]:
     params = init_params(family_named("deepseek").parameters(CONFIG), jax.random.key(0))
-    return quantise_weights(params, "fp8_dynamic")
+    return quantize_weights(params, "fp8_dynamic")
 
 
 def weights(kind: Any) -> dict[str, Any]:
@@ -90,7 +90,7 @@ def attended(params: Any, out: Any) -> Any:
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 def test_the_layer_multiplies_what_the_format_keeps(kind: str, tokens: int, dtype: Any) -> None:
     def in_dtype(one: Any) -> Any:
-        return dataclasses.replace(one, dtype=dtype) if isinstance(one, Quantised) else one.astype(dtype)
+        return dataclasses.replace(one, dtype=dtype) if isinstance(one, Quantized) else one.astype(dtype)
 
     params = {name: in_dtype(one) for name, one in weights(kind).items()}
     matrix: Any = params["layers.1.attn.o_proj.weight"]
@@ -102,11 +102,11 @@ def test_the_layer_multiplies_what_the_format_keeps(kind: str, tokens: int, dtyp
     assert found.dtype == dtype
     exact = np.asarray(out, np.float64).reshape(tokens, -1)
     kept = rounded(exact, kind, 1.0 if matrix.output_scale is None else float(matrix.output_scale))
-    true = kept @ dequantised(matrix).T
+    true = kept @ dequantized(matrix).T
     off, eps = np.abs(np.asarray(found, np.float64) - true), 2 * float(jnp.finfo(dtype).eps)
-    noise = np.abs(kept) @ np.abs(dequantised(matrix)).T * 2.0**-12
+    noise = np.abs(kept) @ np.abs(dequantized(matrix)).T * 2.0**-12
     assert (off <= eps * np.abs(true) + noise).mean() > 0.95  # a number between two codes may go to either
-    reach = np.abs(exact).max(-1, keepdims=True) * np.abs(dequantised(matrix)).sum(-1)
+    reach = np.abs(exact).max(-1, keepdims=True) * np.abs(dequantized(matrix)).sum(-1)
     assert (off <= CLOSE[kind] * reach + eps * np.abs(true)).all()
     assert not np.asarray(found, np.float32)[1].any()
 

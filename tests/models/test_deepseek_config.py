@@ -121,7 +121,7 @@ def test_the_text_model_inside_a_vision_model() -> None:
     for where in (outer, text):
         changed = outer | {"text_config": text | {"quantization_config": {"quant_method": "compressed-tensors"}}}
         changed = changed if where is text else outer | {"quantization_config": {"quant_method": "compressed-tensors"}}
-        with pytest.raises(ConfigError, match=r"quantised.*'compressed-tensors'.*bfloat16"):
+        with pytest.raises(ConfigError, match=r"quantized.*'compressed-tensors'.*bfloat16"):
             read(changed)
     with pytest.raises(ConfigError, match="text_config must be a JSON object"):
         read({"architectures": ["KimiK25ForConditionalGeneration"]})
@@ -166,7 +166,7 @@ def test_absent_keys_mean_what_transformers_takes_for_them() -> None:
         ({"num_key_value_heads": 8}, "num_key_value_heads must be num_attention_heads=128, got 8"),
         ({"qk_rope_head_dim": 63}, "qk_rope_head_dim must be even, got 63"),
         ({"hidden_act": "gelu"}, "hidden_act must be silu, got 'gelu'"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantised .'fp8'.*publisher's tool"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantized .'fp8'.*publisher's tool"),
         ({"rope_scaling": {"type": "mrope"}}, "rope_type must be"),
         ({"kv_lora_rank": None}, "kv_lora_rank must be an integer of at least 1, got nothing: the key is missing"),
     ],

@@ -85,7 +85,7 @@ def test_presets_have_their_published_size(name: str) -> None:
         ({"layer_types": [FULL]}, "layer_types must list"), ({"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ({"final_logit_softcapping": -1.0}, "must be positive, or null"), ({"num_key_value_heads": 3}, "not a multiple"),
         ({"rope_parameters": {"rope_type": "default"}}, "rope_type='default'"), ({"sliding_window": 0}, "sliding_window must be"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantised .'awq'."), ({"num_experts": 8}, "num_experts=8"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantized .'awq'."), ({"num_experts": 8}, "num_experts=8"),
     ],
 )  # fmt: skip
 def test_what_is_refused(changes: dict[str, Any], message: str) -> None:

@@ -33,7 +33,7 @@ from dflash_jax.models import DFlashConfig, GptOssConfig, bind, count, family_fo
 from dflash_jax.models.gpt_oss import BiasedMoE, gpt_oss_derived, gpt_oss_parameters
 from dflash_jax.models.presets import GPT_OSS_TARGETS
 from dflash_jax.options import LoadOptions
-from dflash_jax.quantization.mxfp4 import Mxfp4, dequantise
+from dflash_jax.quantization.mxfp4 import Mxfp4, dequantize
 from dflash_jax.sampling_params import SamplingParams
 
 from ..convert.conftest import Folders
@@ -130,7 +130,7 @@ def test_presets_have_their_published_size(name: str) -> None:
         ({"experts_per_token": 64, "num_experts_per_tok": 64}, "more than num_local_experts=32"),
         ({"initial_context_length": 8192}, "initial_context_length=8192"), ({"swiglu_limit": 0}, "swiglu_limit must be positive"),
         ({"layer_types": ["full_attention"]}, "layer_types must list"), ({"hidden_act": "gelu"}, "hidden_act must be silu"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantised .'awq'."), ({"use_sliding_window": True}, "use_sliding"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantized .'awq'."), ({"use_sliding_window": True}, "use_sliding"),
         ({"quantization_config": {"quant_method": "mxfp4", "group": 16}}, "not known of MXFP4: group"),
         ({"moe_intermediate_size": 64}, "moe_intermediate_size=64"), ({"hidden_size": 2896}, "blocks of 32"),
         ({"use_qk_norm": True}, "use_qk_norm"), ({"sliding_window": 0}, "sliding_window must be"),
@@ -155,7 +155,7 @@ def test_four_bits_are_read_as_transformers_reads_them(dtype: str) -> None:
     """Every byte and every scale, numbers that are too large or below the normal ones included."""
     with np.load(FOLDER / "mxfp4.npz") as file:
         blocks, scales, bits = file["blocks"][0], file["scales"][0], file["bits"][0].T
-    ours = np.asarray(dequantise(jnp.asarray(blocks), jnp.asarray(scales), dtype))
+    ours = np.asarray(dequantize(jnp.asarray(blocks), jnp.asarray(scales), dtype))
     if dtype == "bfloat16":
         assert np.array_equal(ours.view(np.uint16), bits)
     else:
@@ -418,7 +418,7 @@ def test_random_weights_in_four_bits_are_as_large_as_others() -> None:
     config = replace(GPT_OSS_TARGETS["gpt-oss-20b"], num_layers=1, windows=(None,), **sizes)
     table = {one.name: one for one in gpt_oss_parameters(config) if "experts.down_proj" in one.name}
     params = init_params(list(table.values()), jax.random.key(0), "bfloat16")
-    numbers = dequantise(*(params[f"layers.0.mlp.experts.down_proj.{x}"] for x in ("blocks", "scales")), jnp.float32)
+    numbers = dequantize(*(params[f"layers.0.mlp.experts.down_proj.{x}"] for x in ("blocks", "scales")), jnp.float32)
     assert 0.7 < float(jnp.std(numbers)) * 1024**0.5 < 1.5
 
 

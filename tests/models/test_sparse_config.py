@@ -101,7 +101,7 @@ def test_what_writers_add_of_their_layers_is_checked() -> None:
         ({"index_head_dim": 96}, "index_head_dim must be a power of two"),
         ({"index_head_dim": 32}, "hold 64 rotary dimensions, got 32"),
         ({"q_lora_rank": None}, "q_lora_rank must be an integer of at least 1, got nothing: the key is missing"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantised .'fp8'.*publisher's tool"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantized .'fp8'.*publisher's tool"),
         ({"layer_types": ["full_attention"] * 61}, "layer_types must be indexed_attention for each of 61 layers"),
         ({"layer_types": ["indexed_attention"] * 60}, "layer_types must be indexed_attention for each of 61 layers"),
         ({"mlp_layer_types": ["sparse"] * 60 + ["dense"]}, "mlp_layer_types must be dense for some leading layers"),

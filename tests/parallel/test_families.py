@@ -16,7 +16,7 @@ from dflash_jax.models.moe import own_choices
 from dflash_jax.models.qwen3_moe import Qwen3MoeConfig
 from dflash_jax.parallel import collectives
 from dflash_jax.parallel.ranks import local_ranks
-from dflash_jax.quantization.weights import quantise_shares, quantise_weights
+from dflash_jax.quantization.weights import quantize_shares, quantize_weights
 
 from ..hybrid_pair import hybrid_config
 from ..random_pair import Pair, draft_config, random_params
@@ -57,13 +57,13 @@ def test_greedy(kind, weight_dtype):
     assert ranks is not None
     pair: Any = Pair(target, DRAFT, **OPTIONS)
     if weight_dtype is not None:
-        pair.engine.weights["target"] = quantise_weights(random_params(target, 0), weight_dtype)
+        pair.engine.weights["target"] = quantize_weights(random_params(target, 0), weight_dtype)
     prompts = [np.random.default_rng(2).integers(0, 90, 12).tolist()]
     expected = pair.run(prompts)[:2]
     weights = {"target": random_params(target, 0), "draft": random_params(DRAFT, 1, 1.0)}
     shared: Any = shared_weights([(target, family_for(target)), (DRAFT, family_for(DRAFT))], weights, ranks)
     if weight_dtype is not None:
-        shared["target"] = quantise_shares(shared["target"], weight_dtype, ranks)
+        shared["target"] = quantize_shares(shared["target"], weight_dtype, ranks)
     pair.engine = Engine(target, DRAFT, shared, programs=Programs(ranks=ranks), **OPTIONS)
     assert pair.run(prompts)[:2] == expected
     if kind == "states":

@@ -13,7 +13,7 @@ from dflash_jax.checkpoints.weights import read_weights, spread, weight_shapes
 from dflash_jax.cli.info import plan
 from dflash_jax.models.dflash import HEAD_INDEX
 from dflash_jax.parallel.ranks import local_ranks
-from dflash_jax.quantization.weights import Quantised
+from dflash_jax.quantization.weights import Quantized
 
 FLOAT32 = jnp.dtype("float32")
 
@@ -50,7 +50,7 @@ def test_rows_are_rounded_as_if_nobody_shared_them(folder):
     assert ranks is not None
     whole, cut = (read_weights(target, drafter, FLOAT32, "int8", ranks=each) for each in (None, ranks))
     declared = {one.name: ranks.cut_of(one) for one in target.family.parameters(target.config)}
-    rounded = [name for name, one in whole["target"].items() if isinstance(one, Quantised)]
+    rounded = [name for name, one in whole["target"].items() if isinstance(one, Quantized)]
     assert len(rounded) == 2 * 4 + 2
     for name in rounded:
         expected, how, made = np.asarray(whole["target"][name][:]), declared[name], cut["target"][name]

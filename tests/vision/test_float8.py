@@ -17,7 +17,7 @@ from dflash_jax.text.pictures.encoder import attended, rows_in_float8
 from dflash_jax.text.pictures.float8 import HISTORY, Float8Mixing, VisionScales, read_vision_scales
 from dflash_jax.text.pictures.packing import packed
 
-from ..kernels.test_quantise import E4M3, nearest
+from ..kernels.test_quantize import E4M3, nearest
 from ..models.golden_files import difference
 from ..models.test_qwen3_5_vision import FOLDER, tower
 from ..picture_pair import expected, golden_message, load_pictures, picture_folder

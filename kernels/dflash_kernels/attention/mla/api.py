@@ -97,14 +97,14 @@ def mla_attention(
     if limits is not None and not causal:
         raise ValueError("limits bound what causal queries see: leave them out, or causal=False, which sees all rows")
     check_filled(q=q, latent_pages=latent_pages, page_table=page_table)
-    quantised = latent_pages.dtype == jnp.float8_e4m3fn
-    if not quantised and not is_wide(latent_pages):
+    quantized = latent_pages.dtype == jnp.float8_e4m3fn
+    if not quantized and not is_wide(latent_pages):
         raise ValueError(f"latent pages are bfloat16, float16, float32 or float8_e4m3fn, not {latent_pages.dtype}")
-    if latent_scale is not None and (not quantised or jnp.shape(latent_scale) != ()):
+    if latent_scale is not None and (not quantized or jnp.shape(latent_scale) != ()):
         raise ValueError(
             f"latent_scale is one number for float8_e4m3fn pages; these are {latent_pages.dtype}, it is {jnp.shape(latent_scale)}"
         )
-    if quantised:
+    if quantized:
         latent_scale = jnp.asarray(1.0 if latent_scale is None else latent_scale, jnp.float32)
     if q_lens is None:
         q_lens = jnp.full((b,), t, jnp.int32)

@@ -45,7 +45,7 @@ class Launch:
       rows: query rows of one sequence as they lie in memory, `tokens * heads` padded to a multiple of 8.
       row_tiles: CTAs that they are spread over. The last one starts early enough to be full.
       splits: CTAs that share a sequence's visible rows; min_tiles: fewest tiles worth a split.
-      quantised: rows are e4m3 numbers.
+      quantized: rows are e4m3 numbers.
       ordered: sequences begin from the longest to the shortest, where not all CTAs run at once.
       limited: sequences have a fewest and a most of rows that their queries see.
       selected: each sequence is one query token, and its table names rows of the pool, one by one.
@@ -59,7 +59,7 @@ class Launch:
     row_tiles: int
     splits: int
     min_tiles: int
-    quantised: bool
+    quantized: bool
     ordered: bool
     causal: bool
     scale: float
@@ -79,7 +79,7 @@ class Launch:
     @property
     def narrow(self) -> bool:
         """Whether the kernel for float8 rows under few queries takes the call."""
-        return self.quantised and self.tokens * self.heads <= NARROW_ROWS
+        return self.quantized and self.tokens * self.heads <= NARROW_ROWS
 
     @property
     def direct(self) -> bool:
@@ -88,7 +88,7 @@ class Launch:
 
 
 def plan(
-    tuning: Tuning, *, b: int, tokens: int, heads: int, page_size: int, table_width: int, quantised: bool, causal: bool,
+    tuning: Tuning, *, b: int, tokens: int, heads: int, page_size: int, table_width: int, quantized: bool, causal: bool,
     scale: float, limited: bool = False, selected: bool = False,
 ) -> Launch:  # fmt: skip
     """Cuts a call into CTAs."""
@@ -99,7 +99,7 @@ def plan(
         splits = best_splits(b * row_tiles, table_width * page_size)
     return Launch(
         tokens=tokens, heads=heads, page_size=page_size, table_width=table_width, rows=rows, row_tiles=row_tiles,
-        splits=splits, min_tiles=tuning.min_tiles, quantised=quantised,
+        splits=splits, min_tiles=tuning.min_tiles, quantized=quantized,
         ordered=b > 1 and b * splits * row_tiles > MULTIPROCESSORS and not selected, causal=causal, scale=scale,
         limited=limited, selected=selected,
     )  # fmt: skip

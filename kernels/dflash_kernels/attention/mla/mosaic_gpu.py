@@ -110,7 +110,7 @@ def _attend_selected(
     b, t, heads, width = q.shape
     tiles = -(-slots.shape[2] // KEYS)
     launch = plan(
-        tuning, b=b * t, tokens=1, heads=heads, page_size=KEYS, table_width=tiles, quantised=False, causal=False,
+        tuning, b=b * t, tokens=1, heads=heads, page_size=KEYS, table_width=tiles, quantized=False, causal=False,
         scale=scale, selected=True,
     )  # fmt: skip
     folded, table = q.reshape(b * t, heads, width), slots.reshape(b * t, -1).astype(jnp.int32)
@@ -140,7 +140,7 @@ def _attend(
     b, tokens, heads, width = q.shape
     launch = plan(
         tuning, b=b, tokens=tokens, heads=heads, page_size=latent_pages.shape[2], table_width=page_table.shape[1],
-        quantised=latent_scale is not None, causal=causal, scale=scale, limited=limits is not None,
+        quantized=latent_scale is not None, causal=causal, scale=scale, limited=limits is not None,
     )  # fmt: skip
     rows = tokens * heads
     folded = q.reshape(b, rows, width)

@@ -120,7 +120,7 @@ def scratch(launch: Launch, dtype: Any) -> dict[str, Any]:
         "weights_in": plgpu.Barrier(num_barriers=2), "total_in": plgpu.Barrier(num_barriers=2),
     }  # fmt: skip
     raw = []
-    if launch.quantised:
+    if launch.quantized:
         # Eight-bit rows arrive in the first half of the memory that they are widened into.
         shapes = (2, 2, 2, KEYS, HALF), (2, 2, KEYS, ROTATED)
         # A row of 576 bytes consists of tiles of 64, not of 128.
@@ -252,7 +252,7 @@ class Tiles:
                 half * HALF, self.memory["latents"].at[half, stage], "halves_in", 2 * stage + half, tile, pages
             )
             return
-        columns, raw = pl.ds(half * HALF, HALF), self.launch.quantised
+        columns, raw = pl.ds(half * HALF, HALF), self.launch.quantized
         target = self.memory["raw"].at[half, stage, 0] if raw else self.memory["latents"].at[half, stage]
         self._fill(columns, target, self.memory["halves_in"].at[2 * stage + half], tile, pages)
 
@@ -260,7 +260,7 @@ class Tiles:
         if self.launch.selected:
             self._gather(RANK, self.memory["rotated"].at[stage], "rotated_in", stage, tile, pages)
             return
-        columns, raw = pl.ds(RANK, ROTATED), self.launch.quantised
+        columns, raw = pl.ds(RANK, ROTATED), self.launch.quantized
         target = self.memory["raw_rotated"].at[stage, 0] if raw else self.memory["rotated"].at[stage]
         self._fill(columns, target, self.memory["rotated_in"].at[stage], tile, pages)
 
@@ -320,7 +320,7 @@ class Tiles:
 
     def widen(self, wg, stage):
         """Makes 16-bit numbers of the 8-bit rows of this warpgroup's half, and of the rotated parts if it is the right one."""
-        if not self.launch.quantised:
+        if not self.launch.quantized:
             return
         memory = self.memory
         plgpu.barrier_wait(memory["halves_in"].at[2 * stage + wg])
@@ -333,7 +333,7 @@ class Tiles:
 
     def widen_next(self, wg, tile):
         """The first tile of the next pair, if there is one, while the tensor cores work for this one."""
-        if self.launch.quantised:
+        if self.launch.quantized:
             pl.when(tile + self.turn < self.end)(functools.partial(self.widen, wg, 0))
 
     def first(self, pair):
@@ -488,15 +488,15 @@ class Consumer:
 
     def _multiply_keys(self, scores, stage):
         """Starts to add `[64, 576] @ [64, 576].T` in float32; each product starts as its part arrives."""
-        memory, quantised = self.tiles.memory, self.tiles.launch.quantised
-        if quantised:
+        memory, quantized = self.tiles.memory, self.tiles.launch.quantized
+        if quantized:
             plgpu.barrier_wait(memory["widened"].at[stage])
         for half in range(2):
-            if not quantised:
+            if not quantized:
                 self.tiles.await_part("halves_in", 2 * stage + half)
             keys = memory["latents"].at[half, self.zero + stage].transpose((1, 0))
             plgpu.wgmma(scores, memory["q_sm"].at[self.zero + half], keys)
-        if not quantised:
+        if not quantized:
             self.tiles.await_part("rotated_in", stage)
         keys = memory["rotated"].at[self.zero + stage].transpose((1, 0))
         plgpu.wgmma(scores, memory["q_rotated"].at[self.zero], keys)

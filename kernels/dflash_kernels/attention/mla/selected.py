@@ -67,12 +67,12 @@ def mla_selected_attention(
     check_filled(q=q, latent_pages=latent_pages, slots=slots)
     if slots.shape[:2] != q.shape[:2]:
         raise ValueError(f"slots {slots.shape} must start with {q.shape[:2]}, the queries of q {q.shape}")
-    quantised = latent_pages.dtype == jnp.float8_e4m3fn
-    if not (quantised or packed or is_wide(latent_pages)):
+    quantized = latent_pages.dtype == jnp.float8_e4m3fn
+    if not (quantized or packed or is_wide(latent_pages)):
         raise ValueError(
             f"latent pages are bfloat16, float16, float32, float8_e4m3fn or packed bytes (uint8), not {latent_pages.dtype}"
         )
-    if latent_scale is not None and (not quantised or jnp.shape(latent_scale) != ()):
+    if latent_scale is not None and (not quantized or jnp.shape(latent_scale) != ()):
         raise ValueError(
             f"latent_scale is one number for float8_e4m3fn pages; these are {latent_pages.dtype}, it is {jnp.shape(latent_scale)}"
         )

@@ -29,7 +29,7 @@ def paged_attention_reference(
     schedule: PagedSchedule | None = None,
     batch_invariant: bool = False,
 ) -> tuple[Float[Array, "B T N V"], Float[Array, "B T N"]]:
-    """See `paged_attention`. Quantised pages widen to q's dtype, which is exact; their scales multiply in float32.
+    """See `paged_attention`. Quantized pages widen to q's dtype, which is exact; their scales multiply in float32.
 
     `schedule` and `batch_invariant` are ignored. In float32 one sequence goes after the other: XLA picks a product's code by its
     size, and a request is to have the same bits alone and in a batch.

@@ -23,7 +23,7 @@ def mxfp4_mixture_reference(
     gate: Gate,
     exchange: Any = None,
 ) -> Float[Array, "k T D"]:
-    """See `mxfp4_mixture`; all experts are dequantised."""
+    """See `mxfp4_mixture`; all experts are dequantized."""
     del exchange
     experts, weights = chosen(logits, taken, CHOICE)
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None

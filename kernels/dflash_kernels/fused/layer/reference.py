@@ -31,8 +31,8 @@ def layer_chain_reference(
     del ahead, exchange, ranks
     stream, o, post_norm, gate_up, down, next_norm, following, scales = layer
     if scales is not None:
-        o, gate_up, down = (_dequantised(w, s, x.dtype) for w, s in zip((o, gate_up, down), scales[:3], strict=True))
-        following = None if following is None else _dequantised(following, scales[3], x.dtype)
+        o, gate_up, down = (_dequantized(w, s, x.dtype) for w, s in zip((o, gate_up, down), scales[:3], strict=True))
+        following = None if following is None else _dequantized(following, scales[3], x.dtype)
     rows, wide = x.shape[0], stream[:, : x.shape[0]].T
     wide = wide + _over(dense_reference(x, o), axis)
     gate, up = jnp.split(dense_reference(_norm(wide, post_norm, eps, zero_centered), gate_up), 2, axis=-1)
@@ -69,7 +69,7 @@ def _over(product: Array, axis: str | None) -> Array:
     return functools.reduce(jnp.add, others, first)
 
 
-def _dequantised(weight: Any, scales: Array | None, dtype: Any) -> Array:
+def _dequantized(weight: Any, scales: Array | None, dtype: Any) -> Array:
     """8-bit rows with interleaved columns, times their scales."""
     wide = deinterleave_columns(weight).astype(jnp.float32)
     return (wide if scales is None else wide * scales[:, None]).astype(dtype)

@@ -36,7 +36,7 @@ class Segment:
       norm: name of the norm's weight, or None.
       rotated: whether RoPE applies.
       paged: whether `target` is a pool.
-      scale: name of the scale for a quantised pool: `[1]` or `[K]` for float8, `[K, H]` or a pool of scales `[P, K, p]` for int8.
+      scale: name of the scale for a quantized pool: `[1]` or `[K]` for float8, `[K, H]` or a pool of scales `[P, K, p]` for int8.
     """
 
     source: str

@@ -1,6 +1,6 @@
 """Products with matrices in eight bits in the shapes of Qwen3-4B, few rows of bf16, against the floor and XLA's own product.
 
-    python benchmarks/quantised_linear.py
+    python benchmarks/quantized_linear.py
 
 A figure is the time of one product inside one compiled loop on the device over matrices of their own, over a gigabyte in all, so
 that nothing is left in the 60 MB L2: the host's clock around 22 rounds less that around 2. The floor is the matrix's bytes over the
@@ -69,7 +69,7 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=list(DTYPES))
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
     options = parser.parse_args()
-    record = Record("quantised_linear", options)
+    record = Record("quantized_linear", options)
     for name in options.shapes:
         features, depth = SHAPES[name]
         scales = jax.random.uniform(jax.random.key(3), (features,), minval=0.01, maxval=0.02)

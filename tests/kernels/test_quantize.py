@@ -1,7 +1,7 @@
-"""Quantised outputs byte by byte against descriptions in float64 that share nothing with the ops, and their edges.
+"""Quantized outputs byte by byte against descriptions in float64 that share nothing with the ops, and their edges.
 
 The descriptions round each step to float32 where the definition does, and find the nearest code by search over the few values there
-are. What padding rows do to a layer's quantised output is looked at in tests/attention.
+are. What padding rows do to a layer's quantized output is looked at in tests/attention.
 """
 
 import inspect

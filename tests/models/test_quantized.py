@@ -20,7 +20,7 @@ from dflash_jax.models.parameters import init_params
 from dflash_jax.models.qwen3 import qwen3_parameters
 from dflash_jax.models.registry import bind, layer_traits
 from dflash_jax.options import WeightDtype, check_weight_dtype
-from dflash_jax.quantization.weights import MANY_ROWS, Quantised, quantise, quantise_weights, rounding_jobs
+from dflash_jax.quantization.weights import MANY_ROWS, Quantized, quantize, quantize_weights, rounding_jobs
 
 KINDS: tuple[WeightDtype, ...] = ("int8", "fp8", "fp8_dynamic")
 
@@ -32,7 +32,7 @@ def matrix(dtype: Any = jnp.float32, width: int = 24) -> jax.Array:
     return jnp.asarray(rows, dtype)
 
 
-def dequantised(weight: Quantised) -> np.ndarray:
+def dequantized(weight: Quantized) -> np.ndarray:
     values, count = np.asarray(weight.values, np.float64), weight.shape[0]
     if weight.paired:  # column 2 i + h of a block of sixteen is its column 8 h + i
         values = np.concatenate([values.reshape(len(values), -1, 16)[:, :, h::2] for h in (0, 1)], axis=2)
@@ -45,33 +45,33 @@ def dequantised(weight: Quantised) -> np.ndarray:
 @pytest.mark.parametrize("width", [24, 48])
 def test_every_entry_is_the_nearest_one(kind: WeightDtype, width: int) -> None:
     """Columns in sixteens are stored in pairs."""
-    weight = quantise(matrix(width=width), kind)
+    weight = quantize(matrix(width=width), kind)
     assert weight.paired == (width == 48)
     true = np.asarray(matrix(width=width), np.float64)
-    error, top = np.abs(dequantised(weight) - true), np.abs(true).max(axis=1, keepdims=True)
+    error, top = np.abs(dequantized(weight) - true), np.abs(true).max(axis=1, keepdims=True)
     # int8: half a step of 1/127 of the row's largest. float8: 3 bits after the first, steps of 2^-9 near zero.
     bound = top / 254 if kind == "int8" else np.maximum(np.abs(true) / 16, top / 448 * 2.0**-10)
     assert (error <= bound * 1.0001).all()
     assert (error[3] == 0).all()
-    np.testing.assert_allclose(np.abs(dequantised(weight)).max(axis=1), top[:, 0], rtol=1e-6)
+    np.testing.assert_allclose(np.abs(dequantized(weight)).max(axis=1), top[:, 0], rtol=1e-6)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("width", [24, 48])
 def test_products_and_lookups(kind: WeightDtype, dtype: Any, width: int) -> None:
-    weight = quantise(matrix(dtype, width), kind)
+    weight = quantize(matrix(dtype, width), kind)
     x = jnp.asarray(np.random.default_rng(1).standard_normal((2, 3, width)), dtype)
     y, rows = linear(x, weight), weight[jnp.array([[4, 0], [3, 6]])]
     assert y.dtype == rows.dtype == dtype
-    true = np.asarray(x, np.float64) @ dequantised(weight).T
+    true = np.asarray(x, np.float64) @ dequantized(weight).T
     eps = float(jnp.finfo(dtype).eps)
     np.testing.assert_allclose(np.asarray(y, np.float64), true, rtol=2 * eps, atol=8 * 2.0**-24 * np.abs(true).max())
-    np.testing.assert_allclose(np.asarray(rows, np.float64), dequantised(weight)[[[4, 0], [3, 6]]], rtol=eps)
+    np.testing.assert_allclose(np.asarray(rows, np.float64), dequantized(weight)[[[4, 0], [3, 6]]], rtol=eps)
     assert weight[...] is weight
 
 
-def test_which_parameters_are_quantised() -> None:
+def test_which_parameters_are_quantized() -> None:
     names = {
         "embed.weight": True, "layers.0.attn.qkv_proj.weight": True, "layers.0.attn.qkv_proj.bias": False,
         "layers.0.attn.kv_b_proj.weight": False, "layers.0.mlp.router.weight": False, "norm.weight": False,
@@ -81,8 +81,8 @@ def test_which_parameters_are_quantised() -> None:
         "layers.1.delta.out_proj.weight": True,
     }  # fmt: skip
     params = {name: jnp.ones((4, 8)) for name in names} | {"layers.1.delta.a_log": jnp.ones(1)}
-    result = quantise_weights(params, "int8")
-    assert {name: isinstance(array, Quantised) for name, array in result.items()} == names
+    result = quantize_weights(params, "int8")
+    assert {name: isinstance(array, Quantized) for name, array in result.items()} == names
     assert list(result) == list(names)
     assert not params  # taken out, so that no array is kept twice
 
@@ -92,7 +92,7 @@ def test_which_parameters_are_quantised() -> None:
 @pytest.mark.parametrize("width", [24, 48])
 def test_many_rows_are_rounded_by_their_own_largest(dtype: Any, width: int) -> None:
     """With one row fewer none is; rows of zeros and those with NaN reach no other."""
-    weight = quantise(matrix(dtype, width), "fp8_dynamic")
+    weight = quantize(matrix(dtype, width), "fp8_dynamic")
     x = (
         jnp.asarray(np.random.default_rng(1).standard_normal((MANY_ROWS, width)), dtype)
         .at[5]
@@ -108,9 +108,9 @@ def test_many_rows_are_rounded_by_their_own_largest(dtype: Any, width: int) -> N
     top = np.abs(wide).max(axis=1, keepdims=True)
     scaled = np.where(top > 0, wide / np.where(top > 0, top, 1) * 448, 0)
     near = np.asarray(jnp.asarray(scaled, jnp.float32).astype(jnp.float8_e4m3fn), np.float64) * top / 448
-    true = near @ dequantised(weight).T
+    true = near @ dequantized(weight).T
     sound = np.arange(MANY_ROWS) != 7
-    rounding, one = 2 * float(jnp.finfo(dtype).eps) * np.abs(true), top * np.abs(dequantised(weight)).max(axis=1)
+    rounding, one = 2 * float(jnp.finfo(dtype).eps) * np.abs(true), top * np.abs(dequantized(weight)).max(axis=1)
     off = np.abs(np.asarray(y, np.float64) - true)[sound]
     assert (off <= (rounding + one * 2.0**-5)[sound]).all()  # a number half-way between two may go to either
     assert (off <= (rounding + one * 2.0**-14)[sound]).mean() > 0.97
@@ -159,7 +159,7 @@ def test_layers_that_round_rows_one_by_one(changes: dict[str, Any], fitting: boo
         "head_dim": 16,
     }
     config = Qwen3Config(num_layers=2, windows=(None,) * 2, **sizes | changes)
-    params = quantise_weights(init_params(qwen3_parameters(config), jax.random.key(0)), "fp8_dynamic")
+    params = quantize_weights(init_params(qwen3_parameters(config), jax.random.key(0)), "fp8_dynamic")
     call = CallShape(1, MANY_ROWS, jnp.dtype(jnp.float32))
     chosen = choose(layer_traits(config), call, weight_format(params))
     assert chosen.runner == ("fused_float8" if fitting else "plain")
@@ -169,9 +169,9 @@ def test_layers_that_round_rows_one_by_one(changes: dict[str, Any], fitting: boo
 def test_a_bias_is_added_to_rows_that_are_rounded() -> None:
     layer: Any = Linear(48, 32, bias=True)
     x = jax.random.normal(jax.random.key(0), (2, MANY_ROWS, 32))
-    weight = quantise(jax.random.normal(jax.random.key(1), (48, 32)), "fp8_dynamic")
+    weight = quantize(jax.random.normal(jax.random.key(1), (48, 32)), "fp8_dynamic")
     layer.weight, layer.bias = nnx.Param(weight), nnx.Param(100 * jnp.arange(1.0, 49))
-    rounded = np.asarray(x, np.float64) @ dequantised(weight).T
+    rounded = np.asarray(x, np.float64) @ dequantized(weight).T
     assert np.abs(np.asarray(multiplied(layer, x)) - rounded - 100 * np.arange(1, 49)).max() < 2
 
 
@@ -236,11 +236,11 @@ def test_programs_that_round_are_compiled_before_there_are_weights(
         {"int8": 40}.get(kind, 48),
     )
     params = {name: jnp.ones((24, width) if "mlp" in name else (24,), jnp.float32) for name in names}
-    shapes = jax.eval_shape(lambda: quantise_weights(dict(params), kind))
+    shapes = jax.eval_shape(lambda: quantize_weights(dict(params), kind))
     jobs = rounding_jobs({"target": shapes})
     assert len(jobs) == 1
     for job in jobs:
         job()
     with jax.log_compiles(), caplog.at_level("WARNING"):
-        quantise_weights(dict(params), kind)
-    assert not [record for record in caplog.records if "Compiling" in record.message and "quantise" in record.message]
+        quantize_weights(dict(params), kind)
+    assert not [record for record in caplog.records if "Compiling" in record.message and "quantize" in record.message]

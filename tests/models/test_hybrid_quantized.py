@@ -17,7 +17,7 @@ from dflash_jax.models.presets import HYBRID_TARGETS
 from dflash_jax.models.qwen3_5 import Qwen35Config
 from dflash_jax.options import WeightDtype
 from dflash_jax.parallel.ranks import local_ranks
-from dflash_jax.quantization.weights import Quantised, quantise, quantise_shares, quantise_weights
+from dflash_jax.quantization.weights import Quantized, quantize, quantize_shares, quantize_weights
 from dflash_jax.sampling_params import SamplingParams
 
 from ..hybrid_pair import hybrid_config, hybrid_moe_config, hybrid_pair, quiet
@@ -25,7 +25,7 @@ from ..random_pair import random_prompts
 from .golden_files import TOLERANCE, difference
 from .hybrid_oracle import forward
 from .test_hybrid_sizes import make_caches
-from .test_quantised import dequantised
+from .test_quantized import dequantized
 from .test_qwen3_5 import as_file, random_weights
 
 KINDS: tuple[WeightDtype, ...] = ("int8", "fp8", "fp8_dynamic")
@@ -44,17 +44,17 @@ def test_doubled_rows_are_two_numbers(kind: WeightDtype, width: int) -> None:
     true = np.random.default_rng(0).uniform(1, 64, (9, width)) * np.logspace(-6, 4, 9)[:, None]
     true[5] = 0
     matrix = jnp.asarray(true, jnp.float32)
-    found, alone = quantise(matrix, kind, doubled=4), quantise(matrix, kind)
+    found, alone = quantize(matrix, kind, doubled=4), quantize(matrix, kind)
     assert (found.shape, found.values.shape, alone.values.shape) == ((9, width), (13, width), (9, width))
-    np.testing.assert_array_equal(dequantised(found)[:5], dequantised(alone)[:5])
-    error = np.abs(dequantised(found) - true)[5:]
+    np.testing.assert_array_equal(dequantized(found)[:5], dequantized(alone)[:5])
+    error = np.abs(dequantized(found) - true)[5:]
     assert (error <= np.abs(true)[5:] * 2.0**-8).all()
-    assert (np.abs(dequantised(alone) - true)[5:] > 4 * error).mean() > 0.9 * 3 / 4  # the row of zeros has no error
+    assert (np.abs(dequantized(alone) - true)[5:] > 4 * error).mean() > 0.9 * 3 / 4  # the row of zeros has no error
     x = np.random.default_rng(1).standard_normal((2, 3, width))
-    expected = x @ dequantised(found).T
+    expected = x @ dequantized(found).T
     y = np.asarray(linear(jnp.asarray(x, jnp.float32), found), np.float64)
     assert (np.abs(y - expected) <= 1e-5 * np.abs(expected).max(axis=(0, 1))).all()
-    np.testing.assert_allclose(np.asarray(found[jnp.array([7, 1])], np.float64), dequantised(found)[[7, 1]], rtol=1e-6)
+    np.testing.assert_allclose(np.asarray(found[jnp.array([7, 1])], np.float64), dequantized(found)[[7, 1]], rtol=1e-6)
 
 
 @pytest.mark.few("int8-rows")
@@ -65,11 +65,11 @@ def test_logits_are_those_of_the_rounded_weights(kind: WeightDtype, case: str) -
     rounds rows of."""
     config = SIZES[case]
     params = random_weights(config, 3)
-    narrow = quantise_weights({name: jnp.asarray(array) for name, array in params.items()}, kind)
-    rounded = [name for name, one in narrow.items() if isinstance(one, Quantised)]
+    narrow = quantize_weights({name: jnp.asarray(array) for name, array in params.items()}, kind)
+    rounded = [name for name, one in narrow.items() if isinstance(one, Quantized)]
     assert len([name for name in rounded if ".delta." in name]) == 2 * (config.num_layers - len(config.full_layers))
     assert all(narrow[name].doubled == (12 if name.endswith("in_proj.weight") else 0) for name in rounded)  # type: ignore[union-attr]
-    wide = params | {name: dequantised(narrow[name]) for name in rounded}  # type: ignore[arg-type]
+    wide = params | {name: dequantized(narrow[name]) for name in rounded}  # type: ignore[arg-type]
     tensors = to_huggingface(family_for(config).parameters(config), wide)
     ids = np.random.default_rng(5).integers(0, config.vocab_size, 40)
     logits, _, states = forward(as_file(config), tensors, ids)
@@ -98,7 +98,7 @@ def test_gates_in_two_numbers_keep_the_states() -> None:
     for doubled in (12, 0):
         name = "layers.0.delta.in_proj.weight"
         gates = np.array(params[name])
-        gates[-12:] = dequantised(quantise(jnp.asarray(params[name]), "fp8", doubled=doubled))[-12:]
+        gates[-12:] = dequantized(quantize(jnp.asarray(params[name]), "fp8", doubled=doubled))[-12:]
         tensors = to_huggingface(family_for(config).parameters(config), params | {name: gates})
         missed.append(difference(forward(as_file(config), tensors, ids)[2][0], exact))
     assert missed[0] < 0.2 * missed[1]
@@ -112,10 +112,10 @@ def test_same_tokens_with_and_without_drafting(kind: WeightDtype) -> None:
 
     def edit(weights: Any) -> None:
         quiet(weights)
-        weights["target"] = quantise_weights(weights["target"], kind)
+        weights["target"] = quantize_weights(weights["target"], kind)
 
     pair = hybrid_pair(small, max_chunk=48, draft={"target_layer_ids": (-1, 0, 1)}, edit=edit)
-    assert isinstance(pair.engine.weights["target"]["layers.0.delta.in_proj.weight"], Quantised)
+    assert isinstance(pair.engine.weights["target"]["layers.0.delta.in_proj.weight"], Quantized)
     prompts, params = random_prompts((1, 40, 9)), SamplingParams(max_tokens=24)
     drafted, counts, _ = pair.run(prompts, params)
     plain, ones, _ = pair.run(prompts, params, draft=False)
@@ -147,17 +147,17 @@ def test_ranks_round_as_if_nobody_shared(kind: WeightDtype) -> None:
     assert ranks is not None
     table = {one.name: one for one in family_for(config).parameters(config)}
     params = init_params(tuple(table.values()), jax.random.key(2))
-    whole = quantise_weights(dict(params), kind)
+    whole = quantize_weights(dict(params), kind)
     placed = {name: ranks.placed(table[name], np.asarray(array)) for name, array in params.items()}
-    cut = quantise_shares(placed, kind, ranks)
+    cut = quantize_shares(placed, kind, ranks)
     for name in ("layers.0.delta.in_proj.weight", "layers.0.delta.out_proj.weight"):
-        expected, how, made = dequantised(whole[name]), ranks.cut_of(table[name]), cut[name]  # type: ignore[arg-type]
+        expected, how, made = dequantized(whole[name]), ranks.cut_of(table[name]), cut[name]  # type: ignore[arg-type]
         assert how is not None
-        assert isinstance(made, Quantised)
+        assert isinstance(made, Quantized)
         assert made.doubled == (6 if name.endswith("in_proj.weight") else 0)
         for rank in range(2):
             values, scales = (
                 jnp.asarray(np.asarray(one.addressable_shards[rank].data)) for one in (made.values, made.scales)
             )
-            own = Quantised(values, scales, made.dtype, made.paired, doubled=made.doubled)
-            np.testing.assert_array_equal(dequantised(own), how.share(expected, rank, 2))
+            own = Quantized(values, scales, made.dtype, made.paired, doubled=made.doubled)
+            np.testing.assert_array_equal(dequantized(own), how.share(expected, rank, 2))
