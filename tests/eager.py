@@ -21,6 +21,8 @@ TYPES = frozenset(
     for name in (bool, np.int8, np.uint8, np.int16, np.uint16, np.int32, np.uint32, np.float16, jnp.bfloat16, np.float32)
 )  # fmt: skip
 
+ALIGNED = 64  # bytes, of an array that a device reads without a copy
+
 
 def on_host(
     function: Callable[..., np.ndarray | None], compiled: Callable[..., Any], *arrays: Any, **named: Any
@@ -30,8 +32,17 @@ def on_host(
     if named.get("sharding") is not None or any(array is None for array in held):
         return compiled(*arrays, **named)
     result = function(*held, **named)
-    # A copy of its own: what was given may be changed, and what is made of a view would be.
-    return compiled(*arrays, **named) if result is None else jax.device_put(np.array(result))
+    return compiled(*arrays, **named) if result is None else jax.device_put(_astray(result))
+
+
+def _astray(array: np.ndarray) -> np.ndarray:
+    """A copy that lies where no device can read it as it lies, so that it has one of its own: what was given may be changed, and
+    what NumPy holds cannot be given away to a program."""
+    room = np.empty(array.nbytes + 2 * ALIGNED, np.uint8)
+    begin = -room.ctypes.data % ALIGNED + array.itemsize
+    copy = room[begin : begin + array.nbytes].view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    return copy
 
 
 def _held(array: Any) -> np.ndarray | None:

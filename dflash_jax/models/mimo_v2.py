@@ -93,6 +93,7 @@ class MimoV2Config(DecoderConfig):
     dense_layers: tuple[int, ...] = ()
     tie_embeddings: bool = False
     key_head_counts: ClassVar[tuple[str, ...]] = ("num_kv_heads", "full_kv_heads")
+    cut_sizes: ClassVar[tuple[str, ...]] = (*DecoderConfig.cut_sizes, "row_groups")
 
     # What `models.moe` asks of every configuration, and this family has in one form only.
     routing = "noaux_tc"

@@ -56,6 +56,15 @@ def test_numpy_does_them(by_numpy: list[str]) -> None:
     assert by_numpy == ["int16"] * 3
 
 
+@pytest.mark.parametrize("size", [1, 64, 4096, 65_536])
+def test_a_program_may_take_them(size: int) -> None:
+    """Memory that NumPy holds would stay where it is."""
+    for number in range(4):
+        x = jnp.asarray(np.arange(size, dtype=np.float32) + number)
+        place = x.unsafe_buffer_pointer()
+        assert jax.jit(lambda x: x + 1, donate_argnums=0)(x).unsafe_buffer_pointer() == place
+
+
 def test_what_is_given_may_change_later() -> None:
     room = np.arange(4096 + 16, dtype=np.float32)
     given = room[(-room.ctypes.data // room.itemsize) % 16 :][:4096]  # where a device could read it as it lies

@@ -21,6 +21,7 @@ from dflash_jax.checkpoints.opening import open_checkpoint as open_any
 from dflash_jax.checkpoints.pair import open_pair
 from dflash_jax.execution.plan import CallShape, choose, exact_refusals
 from dflash_jax.models import count, family_for, family_of, layer_traits, to_huggingface
+from dflash_jax.parallel.ranks import share_config
 
 from ..decoding.test_published_drafters import write
 from ..published_layouts import LAYOUTS, TARGETS
@@ -104,6 +105,11 @@ def test_published_sizes() -> None:
     assert (config.row_groups, rows.shape) == (4, (13_568, 4096))
     # A device's piece of what was cut for four: 16 queries, a key and a value.
     assert [source.runs[1] for source in rows.sources if source.runs] == [(3392, 3072), (6464, 192), (6656, 128)]
+    # Devices that share it have so many key heads each, and rows that were cut for fewer devices.
+    shares = [
+        (one.full_kv_heads, one.num_kv_heads, one.row_groups) for one in (share_config(config, n) for n in (2, 4, 8))
+    ]
+    assert shares == [(2, 4, 2), (1, 2, 1), (1, 1, 0)]
 
 
 def joined(tensors: dict[str, np.ndarray], groups: int) -> dict[str, np.ndarray]:
