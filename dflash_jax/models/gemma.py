@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -36,11 +35,10 @@ from dflash_jax.models.layers import (
     Norm,
     RMSNorm,
     Rotary,
-    rope_frequencies,
-    rotary_tables,
 )
 from dflash_jax.models.parameters import Parameter, Source, single
 from dflash_jax.models.traits import LayerTraits, decoder_traits
+from dflash_jax.models.two_rotations import both_rotations, own_columns, own_rotation
 from dflash_jax.parallel.cut import by_columns, by_rows
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -205,17 +203,15 @@ def gemma_traits(config: DecoderConfig, **changes: Any) -> LayerTraits:
 
 
 class GemmaAttention(Attention):
-    """Attention that turns heads by one of the two rotations that lie side by side; see `GemmaDecoder.rotary`."""
+    """Attention that turns heads by one of two rotations; see `models.two_rotations`."""
 
     def __init__(self, config: GemmaConfig, index: int, traits: LayerTraits, norm: type[Norm] = RMSNorm):
         super().__init__(config.of_layer(index), index, traits, norm=norm)
-        local, full = (rope_frequencies(rope, dim)[0].size for rope, dim in config.rotations)
-        self.turned = (local, local + full) if config.windows[index] is None else (0, local)
+        self.turned = own_columns(config.rotations, config.windows[index])
 
     def mix(self, projected: Array, rotary: Rotary, attend: Attend, cache: Cache) -> tuple[Array, Cache]:
         """See `Mixer`."""
-        first, end = self.turned
-        return attend(self, projected, Rotary(*(side[..., first:end] for side in rotary)), cache)
+        return attend(self, projected, own_rotation(rotary, self.turned), cache)
 
 
 class GemmaLayer(nnx.Module):
@@ -257,9 +253,8 @@ class GemmaDecoder(Decoder):
         self.rotations = config.rotations
 
     def rotary(self, positions: Int[Array, "B T"]) -> Rotary:
-        """The rotations at `positions`, side by side: that of layers with a window, then that of the others."""
-        both = [rotary_tables(positions, rope, dim) for rope, dim in self.rotations]
-        return Rotary(*(jnp.concatenate(sides, axis=-1) for sides in zip(*both, strict=True)))
+        """See `both_rotations`."""
+        return both_rotations(positions, self.rotations)
 
 
 def norm_parameters(config: DecoderConfig, ours: str, theirs: str, leaf: str) -> list[Parameter]:

@@ -26,13 +26,12 @@ from dflash_jax.models.layers import (
     Linear,
     Rotary,
     mlp_parameters,
-    rope_frequencies,
-    rotary_tables,
 )
 from dflash_jax.models.moe import MoE, Router, expert_traits, moe_parameters
 from dflash_jax.models.parameters import Parameter, Source, single
 from dflash_jax.models.qwen3 import qwen3_canonical
 from dflash_jax.models.traits import LayerTraits, decoder_traits
+from dflash_jax.models.two_rotations import both_rotations, own_columns, own_rotation
 from dflash_jax.parallel.cut import by_columns, by_rows
 
 PER_HEAD, PER_ELEMENT = "per-head", "per-element"
@@ -281,8 +280,7 @@ class GatedAttention(Attention):
     def mix(self, projected: Array, rotary: Rotary, attend: Attend, cache: Cache) -> tuple[Array, Cache]:
         """See `Mixer`."""
         if self.turned is not None:
-            first, end = self.turned
-            rotary = Rotary(*(side[..., first:end] for side in rotary))
+            rotary = own_rotation(rotary, self.turned)
         qkv, gates = jnp.split(projected, [projected.shape[-1] - self.gates], axis=-1)
         out, cache = super().mix(qkv, rotary, attend, cache)
         if not self.gates:
@@ -336,22 +334,20 @@ class Laguna(Decoder):
 
     def __init__(self, config: LagunaConfig):
         traits, layers = laguna_traits(config), []
-        local, full = (rope_frequencies(rope, dim)[0].size for rope, dim in config.rotations)
         for i, window in enumerate(config.windows):
             mixture = None if i in config.dense_layers else MoE(config, shared=config.shared_intermediate_size)
             if mixture is not None:
                 mixture.router = CappedRouter(config)
             layer = DecoderLayer(config, i, traits, feed_forward=mixture)
-            turned = (local, local + full) if window is None else (0, local)
+            turned = own_columns(config.rotations, window)
             layer.attn = GatedAttention(config.of_layer(i), i, traits, gating=config.gating, turned=turned)
             layers.append(layer)
         super().__init__(config, layers, tied=config.tie_embeddings)
         self.rotations = config.rotations
 
     def rotary(self, positions: Int[Array, "B T"]) -> Rotary:
-        """The rotations at `positions`, side by side: that of layers with a window, then that of the others."""
-        both = [rotary_tables(positions, rope, dim) for rope, dim in self.rotations]
-        return Rotary(*(jnp.concatenate(sides, axis=-1) for sides in zip(*both, strict=True)))
+        """See `both_rotations`."""
+        return both_rotations(positions, self.rotations)
 
 
 def laguna_traits(config: LagunaConfig) -> LayerTraits:

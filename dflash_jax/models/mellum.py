@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from dflash_jax.config import HEAD_NORMS, NEUTRAL_KEYS, NEUTRAL_VALUES, KeyReader, RopeConfig, decoder_fields
@@ -21,12 +20,11 @@ from dflash_jax.models.layers import (
     Cache,
     DecoderLayer,
     Rotary,
-    rope_frequencies,
-    rotary_tables,
 )
 from dflash_jax.models.moe import MoE
 from dflash_jax.models.qwen3_moe import Qwen3MoeConfig, qwen3_moe_canonical, qwen3_moe_parameters, qwen3_moe_traits
 from dflash_jax.models.traits import LayerTraits
+from dflash_jax.models.two_rotations import both_rotations, own_columns, own_rotation
 
 _THETAS = {SLIDING: 1e4, FULL: 5e5}
 
@@ -93,26 +91,21 @@ def _dense_layers(keys: KeyReader, layers: int) -> tuple[int, ...]:
 
 
 class MellumAttention(Attention):
-    """Attention that turns heads by one of the two rotations that lie side by side; see `Mellum.rotary`."""
+    """Attention that turns heads by one of two rotations; see `models.two_rotations`."""
 
     def __init__(self, config: MellumConfig, index: int, traits: LayerTraits):
         super().__init__(config, index, traits)
-        local, full = (rope_frequencies(rope, dim)[0].size for rope, dim in config.rotations)
-        self.turned = (local, local + full) if config.windows[index] is None else (0, local)
-
-    def _own(self, rotary: Rotary) -> Rotary:
-        first, end = self.turned
-        return Rotary(*(side[..., first:end] for side in rotary))
+        self.turned = own_columns(config.rotations, config.windows[index])
 
     def mix(self, projected: Array, rotary: Rotary, attend: Attend, cache: Cache) -> tuple[Array, Cache]:
         """See `Mixer`."""
-        return super().mix(projected, self._own(rotary), attend, cache)
+        return super().mix(projected, own_rotation(rotary, self.turned), attend, cache)
 
     def mix_rows(
         self, x: Array, rotary: Rotary, attend: Attend, cache: Cache, added: Any = None
     ) -> tuple[Array, Array, Cache] | None:
         """See `Attention`."""
-        return super().mix_rows(x, self._own(rotary), attend, cache, added)
+        return super().mix_rows(x, own_rotation(rotary, self.turned), attend, cache, added)
 
 
 class Mellum(Decoder):
@@ -128,6 +121,5 @@ class Mellum(Decoder):
         self.rotations = config.rotations
 
     def rotary(self, positions: Int[Array, "B T"]) -> Rotary:
-        """The rotations at `positions`, side by side: that of layers with a window, then that of the others."""
-        both = [rotary_tables(positions, rope, dim) for rope, dim in self.rotations]
-        return Rotary(*(jnp.concatenate(sides, axis=-1) for sides in zip(*both, strict=True)))
+        """See `both_rotations`."""
+        return both_rotations(positions, self.rotations)

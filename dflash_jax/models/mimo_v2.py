@@ -29,14 +29,13 @@ from dflash_jax.models.layers import (
     Rotary,
     SummedLinear,
     mlp_parameters,
-    rope_frequencies,
-    rotary_tables,
     rotate,
 )
 from dflash_jax.models.moe import MoE, expert_traits, moe_parameters
 from dflash_jax.models.parameters import Parameter, Source, grouped, single
 from dflash_jax.models.qwen3 import qwen3_canonical
 from dflash_jax.models.traits import LayerTraits, decoder_traits
+from dflash_jax.models.two_rotations import both_rotations, own_columns, own_rotation
 from dflash_jax.parallel.cut import by_columns, by_rows
 
 ARCHITECTURES = ("MiMoV2FlashForCausalLM", "MiMoV2ForCausalLM")
@@ -281,8 +280,8 @@ def _dense_layers(keys: KeyReader, layers: int) -> tuple[int, ...]:
 
 
 class MimoV2Attention(Attention):
-    """Attention whose values have a size of their own and a factor, and which turns heads by one of the two rotations that lie side
-    by side; see `MimoV2.rotary`."""
+    """Attention whose values have a size of their own and a factor, and which turns heads by one of two rotations; see
+    `models.two_rotations`."""
 
     def __init__(self, config: MimoV2Config, index: int, traits: LayerTraits):
         own = config.of_layer(index)
@@ -291,14 +290,12 @@ class MimoV2Attention(Attention):
         self.qkv_proj = Linear((n + k) * h + k * self.values, own.hidden_size)
         self.o_proj = SummedLinear(own.hidden_size, n * self.values)
         self.sinks = nnx.Param(jnp.zeros((n,))) if config.has_sinks(index) else None
-        local, full = (rope_frequencies(rope, dim)[0].size for rope, dim in config.rotations)
-        self.turned = (local, local + full) if config.windows[index] is None else (0, local)
+        self.turned = own_columns(config.rotations, config.windows[index])
         self.value_scale = config.value_scale
 
     def mix(self, projected: Array, rotary: Rotary, attend: Attend, cache: Cache) -> tuple[Array, Cache]:
         """See `Mixer`. The factor is on what attention gives, which is linear in the values."""
-        first, end = self.turned
-        out, cache = attend(self, projected, Rotary(*(side[..., first:end] for side in rotary)), cache)
+        out, cache = attend(self, projected, own_rotation(rotary, self.turned), cache)
         return times(out, self.value_scale), cache
 
     def heads(self, qkv: Array, rotary: Rotary) -> tuple[Array, Array, Array]:
@@ -324,9 +321,8 @@ class MimoV2(Decoder):
         self.rotations = config.rotations
 
     def rotary(self, positions: Int[Array, "B T"]) -> Rotary:
-        """The rotations at `positions`, side by side: that of layers with a window, then that of the others."""
-        both = [rotary_tables(positions, rope, dim) for rope, dim in self.rotations]
-        return Rotary(*(jnp.concatenate(sides, axis=-1) for sides in zip(*both, strict=True)))
+        """See `both_rotations`."""
+        return both_rotations(positions, self.rotations)
 
 
 def mimo_v2_traits(config: MimoV2Config) -> LayerTraits:

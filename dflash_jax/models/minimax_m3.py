@@ -178,13 +178,9 @@ def _kinds(
     """Of each layer, whether it is of the second kind: a list of 0 and 1, or of names."""
     found = None
     for key, known in ((numbers, (0, 1)), (names, kinds)):
-        if (given := keys.get(key)) is None:
+        if keys.get(key) is None:
             continue
-        if not isinstance(given, list) or len(given) != layers or not all(one in known for one in given):
-            raise ConfigError(
-                f"{keys.subject}: {key} must list {known[0]} or {known[1]} for each of {layers} layers, got {shown(given)}"
-            )
-        listed = tuple(one == known[1] for one in given)
+        listed = tuple(one == known[1] for one in keys.kinds(key, layers, known))
         if found not in (None, listed):
             raise ConfigError(f"{keys.subject}: {numbers} and {names} say different things of a layer: keep one")
         found = listed
