@@ -48,7 +48,7 @@ _ROPE = {
 }  # fmt: skip
 _MOST_ROWS = 1024  # that the kernel for experts in four bits is given at once: 4,096 choices of four experts
 _KINDS = ("sliding_attention", "full_attention")
-# Of transformers' quantisation configuration: what it would do with the weights, and which modules it would leave alone.
+# Of transformers' quantization configuration: what it would do with the weights, and which modules it would leave alone.
 _QUANTIZED_NEUTRAL = frozenset(("dequantize", "modules_to_not_convert", "quant_method"))
 
 gpt_oss_canonical = qwen3_canonical

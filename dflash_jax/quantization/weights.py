@@ -2,7 +2,7 @@
 
 A decode step of a few rows takes as long as its weights take to read, so half the bytes are nearly half the time. What a row of the
 matrix multiplies is not rounded: `y_f = scale_f * sum_d x_d w_fd`, with w_fd a whole number (int8) or a float8 one.
-Source: weight-only, row-wise quantisation as in LLM.int8(), arXiv 2208.07339, section 2.1, with activations left alone.
+Source: weight-only, row-wise quantization as in LLM.int8(), arXiv 2208.07339, section 2.1, with activations left alone.
 
 With many rows a step takes as long as its products, and float8 times float8 is twice as fast as anything times sixteen bits. So
 "fp8_dynamic" rounds what is multiplied as well where rows are many, each row by its own largest number; few rows are left alone.
