@@ -22,6 +22,7 @@ TYPES = frozenset(
 )  # fmt: skip
 
 ALIGNED = 64  # bytes, of an array that a device reads without a copy
+MOST = 2**30  # bytes of a result: whether memory holds more is for JAX to say
 
 
 def on_host(
@@ -32,7 +33,9 @@ def on_host(
     if named.get("sharding") is not None or any(array is None for array in held):
         return compiled(*arrays, **named)
     result = function(*held, **named)
-    return compiled(*arrays, **named) if result is None else jax.device_put(_astray(result))
+    if result is None or result.nbytes > MOST:
+        return compiled(*arrays, **named)
+    return jax.device_put(_astray(result))
 
 
 def _astray(array: np.ndarray) -> np.ndarray:

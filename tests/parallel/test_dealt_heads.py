@@ -117,7 +117,11 @@ def test_refusals():
     for target, tp, reason in (
         (experts, 16, "must be 1 or 4, the devices of tp=16 that keep the same keys of qwen3_moe, got 2"),
         (experts, 4, "each of tp=4 has some of qwen3_moe's 4 key heads for itself"),
-        (GPT_OSS_TARGETS["gpt-oss-20b"], 16, "whose layers have windows, attention sinks or soft caps"),
+        (
+            GPT_OSS_TARGETS["gpt-oss-20b"],
+            16,
+            "whose layers have windows, attention sinks, soft caps or heads of several kinds",
+        ),
     ):
         with pytest.raises(ParameterError, match=reason):
             check_sharing(target, None, LoadOptions(tp=tp, decode_context_parallel_size=2))
