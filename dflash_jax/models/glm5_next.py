@@ -215,7 +215,8 @@ def _full_layers(keys: KeyReader, layers: int) -> tuple[int, ...]:
     kinds = keys.get("layer_types", [named[i % 4 == 3] for i in range(layers)])
     if not isinstance(kinds, list | tuple) or len(kinds) != layers or not all(kind in named for kind in kinds):
         raise ConfigError(
-            f"{keys.subject}: layer_types must list {_LINEAR} or {_LATENT} for each of {layers} layers, got {shown(kinds)}"
+            f"{keys.subject}: layer_types must list {', '.join(named[:2])} or {named[2]} for each of {layers} layers, "
+            f"got {shown(kinds)}"
         )
     full = tuple(i for i, kind in enumerate(kinds) if kind != _LINEAR)
     if not 0 < len(full) < layers:
