@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from dflash_jax.config import (
     NEUTRAL_KEYS,
@@ -27,7 +27,6 @@ from dflash_jax.config import (
     shown,
 )
 from dflash_jax.errors import ConfigError
-from dflash_jax.models.decoder import Decoder
 from dflash_jax.models.layers import (
     Attend,
     Attention,
@@ -38,7 +37,7 @@ from dflash_jax.models.layers import (
 )
 from dflash_jax.models.parameters import Parameter, Source, single
 from dflash_jax.models.traits import LayerTraits, decoder_traits
-from dflash_jax.models.two_rotations import both_rotations, own_columns, own_rotation
+from dflash_jax.models.two_rotations import TwoRotationsDecoder, own_columns, own_rotation
 from dflash_jax.parallel.cut import by_columns, by_rows
 
 SLIDING, FULL = "sliding_attention", "full_attention"
@@ -241,7 +240,7 @@ class GemmaLayer(nnx.Module):
         return self.mlp(self.post_norm(x))
 
 
-class GemmaDecoder(Decoder):
+class GemmaDecoder(TwoRotationsDecoder):
     """A Gemma decoder; see `Decoder` for how it is called."""
 
     def __init__(self, config: GemmaConfig, layer: Callable[[int], nnx.Module], norm: type[Norm]):
@@ -250,11 +249,6 @@ class GemmaDecoder(Decoder):
             norm=norm(config.hidden_size, config.norm_eps), embedding_scale=config.embedding_scale,
             logit_softcap=config.logit_softcap,
         )  # fmt: skip
-        self.rotations = config.rotations
-
-    def rotary(self, positions: Int[Array, "B T"]) -> Rotary:
-        """See `both_rotations`."""
-        return both_rotations(positions, self.rotations)
 
 
 def norm_parameters(config: DecoderConfig, ours: str, theirs: str, leaf: str) -> list[Parameter]:

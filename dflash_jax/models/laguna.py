@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from dflash_jax.config import NEUTRAL_KEYS, NEUTRAL_VALUES, DecoderConfig, KeyReader, RopeConfig, decoder_fields, shown
 from dflash_jax.errors import ConfigError
-from dflash_jax.models.decoder import Decoder, target_parameters
+from dflash_jax.models.decoder import target_parameters
 from dflash_jax.models.gemma import FULL, SLIDING
 from dflash_jax.models.layers import (
     Attend,
@@ -31,7 +31,7 @@ from dflash_jax.models.moe import MoE, Router, expert_traits, moe_parameters
 from dflash_jax.models.parameters import Parameter, Source, single
 from dflash_jax.models.qwen3 import qwen3_canonical
 from dflash_jax.models.traits import LayerTraits, decoder_traits
-from dflash_jax.models.two_rotations import both_rotations, own_columns, own_rotation
+from dflash_jax.models.two_rotations import TwoRotationsDecoder, own_columns, own_rotation
 from dflash_jax.parallel.cut import by_columns, by_rows
 
 PER_HEAD, PER_ELEMENT = "per-head", "per-element"
@@ -329,7 +329,7 @@ class CappedRouter(Router):
         return super().choose(jnp.tanh(logits / self.cap) * self.cap if self.cap else logits)
 
 
-class Laguna(Decoder):
+class Laguna(TwoRotationsDecoder):
     """A Laguna decoder; see `Decoder` for how it is called."""
 
     def __init__(self, config: LagunaConfig):
@@ -343,11 +343,6 @@ class Laguna(Decoder):
             layer.attn = GatedAttention(config.of_layer(i), i, traits, gating=config.gating, turned=turned)
             layers.append(layer)
         super().__init__(config, layers, tied=config.tie_embeddings)
-        self.rotations = config.rotations
-
-    def rotary(self, positions: Int[Array, "B T"]) -> Rotary:
-        """See `both_rotations`."""
-        return both_rotations(positions, self.rotations)
 
 
 def laguna_traits(config: LagunaConfig) -> LayerTraits:

@@ -8,11 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxtyping import Array, Int
+from jaxtyping import Array
 
 from dflash_jax.config import HEAD_NORMS, NEUTRAL_KEYS, NEUTRAL_VALUES, KeyReader, RopeConfig, decoder_fields
 from dflash_jax.errors import ConfigError
-from dflash_jax.models.decoder import Decoder
 from dflash_jax.models.gemma import FULL, SLIDING
 from dflash_jax.models.layers import (
     Attend,
@@ -24,7 +23,7 @@ from dflash_jax.models.layers import (
 from dflash_jax.models.moe import MoE
 from dflash_jax.models.qwen3_moe import Qwen3MoeConfig, qwen3_moe_canonical, qwen3_moe_parameters, qwen3_moe_traits
 from dflash_jax.models.traits import LayerTraits
-from dflash_jax.models.two_rotations import both_rotations, own_columns, own_rotation
+from dflash_jax.models.two_rotations import TwoRotationsDecoder, own_columns, own_rotation
 
 _THETAS = {SLIDING: 1e4, FULL: 5e5}
 
@@ -108,7 +107,7 @@ class MellumAttention(Attention):
         return super().mix_rows(x, own_rotation(rotary, self.turned), attend, cache, added)
 
 
-class Mellum(Decoder):
+class Mellum(TwoRotationsDecoder):
     """A Mellum decoder; see `Decoder` for how it is called."""
 
     def __init__(self, config: MellumConfig):
@@ -118,8 +117,3 @@ class Mellum(Decoder):
             layer.attn = MellumAttention(config, i, traits)
             layers.append(layer)
         super().__init__(config, layers, tied=config.tie_embeddings)
-        self.rotations = config.rotations
-
-    def rotary(self, positions: Int[Array, "B T"]) -> Rotary:
-        """See `both_rotations`."""
-        return both_rotations(positions, self.rotations)

@@ -13,11 +13,11 @@ from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Int
+from jaxtyping import Array
 
 from dflash_jax.config import NEUTRAL_KEYS, NEUTRAL_VALUES, DecoderConfig, KeyReader, RopeConfig, decoder_fields, shown
 from dflash_jax.errors import ConfigError
-from dflash_jax.models.decoder import Decoder, target_parameters
+from dflash_jax.models.decoder import target_parameters
 from dflash_jax.models.gemma import FULL, SLIDING
 from dflash_jax.models.gemma4 import times
 from dflash_jax.models.layers import (
@@ -35,7 +35,7 @@ from dflash_jax.models.moe import MoE, expert_traits, moe_parameters
 from dflash_jax.models.parameters import Parameter, Source, grouped, single
 from dflash_jax.models.qwen3 import qwen3_canonical
 from dflash_jax.models.traits import LayerTraits, decoder_traits
-from dflash_jax.models.two_rotations import both_rotations, own_columns, own_rotation
+from dflash_jax.models.two_rotations import TwoRotationsDecoder, own_columns, own_rotation
 from dflash_jax.parallel.cut import by_columns, by_rows
 
 ARCHITECTURES = ("MiMoV2FlashForCausalLM", "MiMoV2ForCausalLM")
@@ -308,7 +308,7 @@ class MimoV2Attention(Attention):
         return rotate(q, rotary), rotate(keys, rotary), values
 
 
-class MimoV2(Decoder):
+class MimoV2(TwoRotationsDecoder):
     """A MiMo-V2 decoder; see `Decoder` for how it is called."""
 
     def __init__(self, config: MimoV2Config):
@@ -318,11 +318,6 @@ class MimoV2(Decoder):
             layer.attn = MimoV2Attention(config, i, traits)
             layers.append(layer)
         super().__init__(config, layers, tied=config.tie_embeddings)
-        self.rotations = config.rotations
-
-    def rotary(self, positions: Int[Array, "B T"]) -> Rotary:
-        """See `both_rotations`."""
-        return both_rotations(positions, self.rotations)
 
 
 def mimo_v2_traits(config: MimoV2Config) -> LayerTraits:

@@ -9,16 +9,20 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from dflash_jax.config import RopeConfig
+from dflash_jax.models.decoder import Decoder
 from dflash_jax.models.layers import Rotary, rope_frequencies, rotary_tables
 
 type Rotations = Sequence[tuple[RopeConfig, int]]  # of both, with the size of the heads that turn by it
 type Columns = tuple[int, int]
 
 
-def both_rotations(positions: Int[Array, "B T"], rotations: Rotations) -> Rotary:
-    """Both rotations at `positions`, `[B, T, half of what turns]` of each, side by side in float32."""
-    both = [rotary_tables(positions, rope, dim) for rope, dim in rotations]
-    return Rotary(*(jnp.concatenate(sides, axis=-1) for sides in zip(*both, strict=True)))
+class TwoRotationsDecoder(Decoder):
+    """A decoder whose configuration has two rotations."""
+
+    def rotary(self, positions: Int[Array, "B T"]) -> Rotary:
+        """Both rotations at `positions`, `[B, T, half of what turns]` of each, side by side in float32."""
+        both = [rotary_tables(positions, rope, dim) for rope, dim in self.config.rotations]
+        return Rotary(*(jnp.concatenate(sides, axis=-1) for sides in zip(*both, strict=True)))
 
 
 def own_columns(rotations: Rotations, window: int | None) -> Columns:

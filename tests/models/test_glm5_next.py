@@ -3,14 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from dflash_convert.cli import main as dflash_convert
-from safetensors.numpy import load_file
 
 from dflash_jax.cache import check_cache_dtype
 from dflash_jax.checkpoints.huggingface import open_checkpoint
-from dflash_jax.checkpoints.opening import open_checkpoint as open_any
 from dflash_jax.engine.planning import plan_engine
 from dflash_jax.engine.sharing import sharing_refusals
 from dflash_jax.errors import ConfigError, ParameterError
@@ -20,8 +16,8 @@ from dflash_jax.models.glm5_next import Glm5NextConfig
 from dflash_jax.options import LoadOptions
 
 from ..published_layouts import TARGETS
-from .golden_files import GOLDEN, TOLERANCE, difference
-from .test_parity_llama import logits_and_taps
+from .golden_files import GOLDEN, TOLERANCE
+from .golden_models import check_conversion, check_logits_and_taps
 
 FOLDER = GOLDEN / "glm5_next_folder"
 FILE = TARGETS["GLM-5.3-Flash"]
@@ -36,24 +32,13 @@ def read(**changes: Any) -> Glm5NextConfig:
 
 
 def test_transformers_logits_and_taps() -> None:
-    checkpoint = open_checkpoint(FOLDER)
-    with np.load(FOLDER / "expected.npz") as file:
-        ids, logits, taps = file["ids"], file["logits"], file["taps"]
-    ours = logits_and_taps(checkpoint.config, checkpoint.load("float32"), ids.tolist())
-    assert difference(ours[0], logits) <= TOLERANCE
-    assert difference(ours[1], taps) <= TOLERANCE
+    check_logits_and_taps(FOLDER, TOLERANCE)
 
 
 @pytest.mark.few
 def test_it_is_converted_there_and_back(tmp_path: Path) -> None:
     """But for the tower."""
-    assert dflash_convert([str(FOLDER), "--output", str(tmp_path / "out"), "--verify", "logits", "--quiet"]) == 0
-    assert open_any(tmp_path / "out").config == open_checkpoint(FOLDER).config
-    assert dflash_convert([str(tmp_path / "out"), "--reverse", "--output", str(tmp_path / "back"), "--quiet"]) == 0
-    first, last = (load_file(one / "model.safetensors") for one in (FOLDER, tmp_path / "back"))
-    text = {name: array for name, array in first.items() if ".visual." not in name}
-    assert text.keys() == last.keys()
-    assert all(text[name].tobytes() == last[name].tobytes() for name in text)
+    check_conversion(FOLDER, tmp_path, left_out=".visual.")
 
 
 def test_what_a_file_says() -> None:

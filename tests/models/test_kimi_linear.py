@@ -3,21 +3,16 @@
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from dflash_convert.cli import main as dflash_convert
-from safetensors.numpy import load_file
 
-from dflash_jax.checkpoints.huggingface import open_checkpoint
-from dflash_jax.checkpoints.opening import open_checkpoint as open_any
 from dflash_jax.engine.sharing import sharing_refusals
 from dflash_jax.errors import ConfigError
 from dflash_jax.execution.plan import exact_refusals
 from dflash_jax.models import family_of, layer_traits
 from dflash_jax.models.kimi_linear import KimiLinearConfig
 
-from .golden_files import GOLDEN, TOLERANCE, difference
-from .test_parity_llama import logits_and_taps
+from .golden_files import GOLDEN, TOLERANCE
+from .golden_models import check_conversion, check_logits_and_taps
 
 FOLDER = GOLDEN / "kimi_linear_folder"
 LINEAR: dict[str, Any] = {
@@ -45,22 +40,12 @@ def read(**changes: Any) -> KimiLinearConfig:
 
 
 def test_transformers_logits_and_taps() -> None:
-    checkpoint = open_checkpoint(FOLDER)
-    with np.load(FOLDER / "expected.npz") as file:
-        ids, logits, taps = file["ids"], file["logits"], file["taps"]
-    ours = logits_and_taps(checkpoint.config, checkpoint.load("float32"), ids.tolist())
-    assert difference(ours[0], logits) <= TOLERANCE
-    assert difference(ours[1], taps) <= TOLERANCE
+    check_logits_and_taps(FOLDER, TOLERANCE)
 
 
 @pytest.mark.few
 def test_it_is_converted_there_and_back(tmp_path: Path) -> None:
-    assert dflash_convert([str(FOLDER), "--output", str(tmp_path / "out"), "--verify", "logits", "--quiet"]) == 0
-    assert open_any(tmp_path / "out").config == open_checkpoint(FOLDER).config
-    assert dflash_convert([str(tmp_path / "out"), "--reverse", "--output", str(tmp_path / "back"), "--quiet"]) == 0
-    first, last = (load_file(one / "model.safetensors") for one in (FOLDER, tmp_path / "back"))
-    assert first.keys() == last.keys()
-    assert all(first[name].tobytes() == last[name].tobytes() for name in first)
+    check_conversion(FOLDER, tmp_path)
 
 
 def test_what_a_file_says() -> None:

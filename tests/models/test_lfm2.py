@@ -3,13 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from dflash_convert.cli import main as dflash_convert
-from safetensors.numpy import load_file
 
-from dflash_jax.checkpoints.huggingface import open_checkpoint
-from dflash_jax.checkpoints.opening import open_checkpoint as open_any
 from dflash_jax.engine.sharing import sharing_refusals
 from dflash_jax.errors import ConfigError
 from dflash_jax.execution.plan import exact_refusals
@@ -17,8 +12,8 @@ from dflash_jax.models import family_of, layer_traits
 from dflash_jax.models.lfm2 import Lfm2Config
 
 from ..published_layouts import TARGETS
-from .golden_files import GOLDEN, TOLERANCE, difference
-from .test_parity_llama import logits_and_taps
+from .golden_files import GOLDEN, TOLERANCE
+from .golden_models import check_conversion, check_logits_and_taps
 
 FOLDERS = [GOLDEN / "lfm2_folder", GOLDEN / "lfm2_moe_folder"]
 DENSE, MIXTURE = TARGETS["LFM2.5"], TARGETS["LFM2.5 with experts"]
@@ -33,23 +28,13 @@ def read(file: dict[str, Any], **changes: Any) -> Lfm2Config:
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: path.name)
 def test_transformers_logits_and_taps(folder: Path) -> None:
-    checkpoint = open_checkpoint(folder)
-    with np.load(folder / "expected.npz") as file:
-        ids, logits, taps = file["ids"], file["logits"], file["taps"]
-    ours = logits_and_taps(checkpoint.config, checkpoint.load("float32"), ids.tolist())
-    assert difference(ours[0], logits) <= TOLERANCE
-    assert difference(ours[1], taps) <= TOLERANCE
+    check_logits_and_taps(folder, TOLERANCE)
 
 
 @pytest.mark.few("lfm2_moe*")
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: path.name)
 def test_it_is_converted_there_and_back(tmp_path: Path, folder: Path) -> None:
-    assert dflash_convert([str(folder), "--output", str(tmp_path / "out"), "--verify", "logits", "--quiet"]) == 0
-    assert open_any(tmp_path / "out").config == open_checkpoint(folder).config
-    assert dflash_convert([str(tmp_path / "out"), "--reverse", "--output", str(tmp_path / "back"), "--quiet"]) == 0
-    first, last = (load_file(one / "model.safetensors") for one in (folder, tmp_path / "back"))
-    assert first.keys() == last.keys()
-    assert all(first[name].tobytes() == last[name].tobytes() for name in first)
+    check_conversion(folder, tmp_path)
 
 
 def test_what_a_file_says() -> None:

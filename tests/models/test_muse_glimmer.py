@@ -4,21 +4,15 @@ refused, and the way through our own format and back."""
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from dflash_convert.cli import main as dflash_convert
-from safetensors.numpy import load_file
 
-from dflash_jax.checkpoints.huggingface import open_checkpoint
-from dflash_jax.checkpoints.opening import open_checkpoint as open_any
 from dflash_jax.errors import ConfigError
 from dflash_jax.models import DFlashConfig, family_of
 from dflash_jax.models.muse_glimmer import MuseGlimmerConfig
 
 from ..published_layouts import LAYOUTS, TARGETS
-from .dense_texts import check_texts
-from .golden_files import GOLDEN, TOLERANCE, difference
-from .test_parity_llama import logits_and_taps
+from .golden_files import GOLDEN, TOLERANCE
+from .golden_models import check_conversion, check_logits_and_taps, check_texts
 
 FOLDER = GOLDEN / "muse_glimmer_folder"
 FILE, ASSISTANT = TARGETS["Muse Glimmer"], LAYOUTS["Muse assistant"]
@@ -32,12 +26,7 @@ def read(**changes: Any) -> MuseGlimmerConfig:
 
 
 def test_transformers_logits_and_taps() -> None:
-    checkpoint = open_checkpoint(FOLDER)
-    with np.load(FOLDER / "expected.npz") as file:
-        ids, logits, taps = file["ids"], file["logits"], file["taps"]
-    ours = logits_and_taps(checkpoint.config, checkpoint.load("float32"), ids.tolist())
-    assert difference(ours[0], logits) <= TOLERANCE
-    assert difference(ours[1], taps) <= TOLERANCE
+    check_logits_and_taps(FOLDER, TOLERANCE)
 
 
 @pytest.mark.few
@@ -48,15 +37,7 @@ def test_texts_in_pages_and_with_a_drafter_are_the_dense_models() -> None:
 @pytest.mark.few
 def test_it_is_converted_there_and_back(tmp_path: Path) -> None:
     """The text model's tensors come back; the tower's are left out."""
-    assert dflash_convert([str(FOLDER), "--output", str(tmp_path / "out"), "--verify", "logits", "--quiet"]) == 0
-    assert open_any(tmp_path / "out").config == open_checkpoint(FOLDER).config
-    assert dflash_convert([str(tmp_path / "out"), "--reverse", "--output", str(tmp_path / "back"), "--quiet"]) == 0
-    first, last = (load_file(one / "model.safetensors") for one in (FOLDER, tmp_path / "back"))
-    first = {
-        name.replace("model.language_model.", "model."): one for name, one in first.items() if "vision" not in name
-    }
-    assert first.keys() == last.keys()
-    assert all(first[name].tobytes() == last[name].tobytes() for name in first)
+    check_conversion(FOLDER, tmp_path, left_out="vision")
 
 
 def test_what_a_file_says() -> None:

@@ -10,13 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from dflash_convert.cli import main as dflash_convert
-from safetensors.numpy import load_file
 
 from dflash_jax.attention.dense import DenseAttend
 from dflash_jax.cache.recurrent import state_bytes, zero_state
 from dflash_jax.checkpoints.huggingface import open_checkpoint
-from dflash_jax.checkpoints.opening import open_checkpoint as open_any
 from dflash_jax.engine.sharing import sharing_refusals
 from dflash_jax.errors import ConfigError
 from dflash_jax.execution.plan import exact_refusals
@@ -27,7 +24,7 @@ from dflash_jax.models.presets import NEMOTRON_TARGETS
 from ..published_layouts import TARGETS
 from ..quantized_folders import drawn_float8, load, modelopt, nvfp4_of_modelopt, put, released
 from .golden_files import GOLDEN, TOLERANCE, difference
-from .test_parity_llama import logits_and_taps
+from .golden_models import check_conversion, check_logits_and_taps
 
 FOLDERS = [GOLDEN / f"{name}_folder" for name in ("nemotron_h", "nemotron_h_latent", "nemotron_h_dense")]
 
@@ -35,12 +32,7 @@ FOLDERS = [GOLDEN / f"{name}_folder" for name in ("nemotron_h", "nemotron_h_late
 @pytest.mark.few("*_h_folder", "*_latent_folder")
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: path.name)
 def test_transformers_logits_and_taps(folder: Path) -> None:
-    checkpoint = open_checkpoint(folder)
-    with np.load(folder / "expected.npz") as file:
-        ids, logits, taps = file["ids"], file["logits"], file["taps"]
-    ours = logits_and_taps(checkpoint.config, checkpoint.load("float32"), ids.tolist())
-    assert difference(ours[0], logits) <= TOLERANCE
-    assert difference(ours[1], taps) <= TOLERANCE
+    check_logits_and_taps(folder, TOLERANCE)
 
 
 class Recording(DenseAttend):
@@ -72,12 +64,7 @@ def test_transformers_states(folder: Path) -> None:
 @pytest.mark.few
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: path.name)
 def test_it_is_converted_there_and_back(tmp_path: Path, folder: Path) -> None:
-    assert dflash_convert([str(folder), "--output", str(tmp_path / "out"), "--verify", "logits", "--quiet"]) == 0
-    assert open_any(tmp_path / "out").config == open_checkpoint(folder).config
-    assert dflash_convert([str(tmp_path / "out"), "--reverse", "--output", str(tmp_path / "back"), "--quiet"]) == 0
-    first, last = (load_file(one / "model.safetensors") for one in (folder, tmp_path / "back"))
-    assert first.keys() == last.keys()
-    assert all(first[name].tobytes() == last[name].tobytes() for name in first)
+    check_conversion(folder, tmp_path)
 
 
 def test_nvidia_s_mixed_release(tmp_path: Path) -> None:

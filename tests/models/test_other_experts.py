@@ -9,12 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from dflash_convert.cli import main as dflash_convert
-from safetensors.numpy import load_file
 
 from dflash_jax.attention.dense import dense_attend
 from dflash_jax.checkpoints.huggingface import open_checkpoint
-from dflash_jax.checkpoints.opening import open_checkpoint as open_any
 from dflash_jax.checkpoints.weights import read_weights
 from dflash_jax.engine.sharing import sharing_refusals
 from dflash_jax.errors import ConfigError
@@ -22,8 +19,8 @@ from dflash_jax.models import bind, family_of, layer_traits
 from dflash_jax.parallel.ranks import local_ranks, share_config
 
 from ..published_layouts import TARGETS
-from .dense_texts import check_texts
 from .golden_files import GOLDEN, TOLERANCE, difference
+from .golden_models import check_conversion, check_texts
 from .test_parity_llama import logits_and_taps
 
 SHARED = ("mellum", "minimax_m2", "mistral4", "laguna", "mimo_v2")
@@ -81,12 +78,7 @@ def test_texts_in_pages_and_with_a_drafter_are_the_dense_models(name: str) -> No
 @pytest.mark.parametrize("name", NAMES)
 def test_it_is_converted_there_and_back(tmp_path: Path, name: str) -> None:
     folder = GOLDEN / f"{name}_folder"
-    assert dflash_convert([str(folder), "--output", str(tmp_path / "out"), "--verify", "logits", "--quiet"]) == 0
-    assert open_any(tmp_path / "out").config == open_checkpoint(folder).config
-    assert dflash_convert([str(tmp_path / "out"), "--reverse", "--output", str(tmp_path / "back"), "--quiet"]) == 0
-    first, last = (load_file(one / "model.safetensors") for one in (folder, tmp_path / "back"))
-    assert first.keys() == last.keys()
-    assert all(first[key].tobytes() == last[key].tobytes() for key in first)
+    check_conversion(folder, tmp_path)
 
 
 def test_what_files_say() -> None:
