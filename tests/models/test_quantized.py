@@ -220,7 +220,7 @@ def exact() -> tuple[int, float]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_shipped_pair_in_eight_bits(exact: tuple[int, float], kind: WeightDtype) -> None:
     model, (whole, before) = dj.load(max_batch=1, max_model_len=128, weight_dtype=kind), exact
-    assert size(model) < 0.27 * whole
+    assert size(model) < 0.29 * whole  # tables of the draft head stay as they are
     drafted, plain = (dj.generate(model, *FEW, draft=draft) for draft in (True, False))
     assert [one.token_ids for one in drafted] == [one.token_ids for one in plain]
     assert mean_length(drafted) > 0.6 * before > 1.5
