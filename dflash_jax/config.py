@@ -522,6 +522,11 @@ class DecoderConfig:
         return ((self.rope, self.head_dim),)
 
     @property
+    def feature_width(self) -> int:
+        """Numbers of a feature that drafters read of one layer."""
+        return self.hidden_size
+
+    @property
     def cached_layers(self) -> int:
         """Layers that keep keys and values in pages."""
         return self.num_layers

@@ -12,11 +12,11 @@ from dflash_jax.attention.blocks import visible_keys
 from dflash_jax.attention.mla import LatentLayer
 from dflash_jax.attention.pooled import chosen_tokens, pooled_keys
 from dflash_jax.cache.recurrent import zero_state
-from dflash_jax.models.layers import Attention, BlockRows, Cache, IndexRows, PooledRows, Rotary
+from dflash_jax.models.layers import Attention, BlockRows, Cache, ChoiceRows, IndexRows, PooledRows, Rotary
 
 
 class DenseAttend:
-    """An `Attend`, `LatentAttend`, `IndexedAttend` and `PooledAttend` over the tokens of one call; see `dense_attend`.
+    """An `Attend`, `LatentAttend`, `IndexedAttend`, `PooledAttend` and `CompressedAttend` over the tokens of one call; see `dense_attend`.
 
     It gives a cache back as it is, but for `indexed` and for layers whose keys and values later ones attend to as well, which are
     its cache by layer.
@@ -93,6 +93,35 @@ class DenseAttend:
             "local": layer.config.index_local,
         }
         return DenseAttend(visible_keys(index, positions, **options), None)(layer, qkv, rotary, cache)
+
+    def compressed(
+        self, layer: Any, q: Array, row: Array, choice: ChoiceRows | None, cache: Cache = None
+    ) -> tuple[Array, Cache]:
+        """Attention to a window and to compressed rows. Stretches begin with the call's tokens, so there is no mask.
+
+        Raises:
+          NotImplementedError: there is one.
+        """
+        if self.mask is not None:
+            raise NotImplementedError("stretches of tokens begin where a text does: give one text in a row, and no mask")
+        (rows, tokens), rate, width = q.shape[:2], layer.rate, q.shape[3]
+        ahead = jnp.arange(tokens) - jnp.arange(tokens)[:, None]
+        keys, visible = row[..., :width], ((ahead <= 0) & (ahead > -layer.window))[None]
+        if rate:
+            count = tokens // rate
+            own = row[:, : count * rate, width:].reshape(rows, count, rate, row.shape[2] - width)
+            before = jnp.concatenate([jnp.zeros_like(own[:, :1]), own], axis=1)[:, :count]
+            entries = layer.entries(before, own, jnp.broadcast_to(jnp.arange(count) * rate, (rows, count)))
+            seen = (jnp.arange(count) < (jnp.arange(tokens)[:, None] + 1) // rate)[None]
+            if choice is not None and count > (most := layer.config.index_topk):
+                scores = jnp.where(seen, head_scores(choice.q, entries[..., width:], choice.weights), -jnp.inf)
+                best = index_select(scores, count=most)
+                places = (*jnp.indices(best.shape, sparse=True)[:2], best)
+                seen = jnp.zeros(scores.shape, bool).at[places].set(True, mode="drop", wrap_negative_indices=False)
+            keys = jnp.concatenate([keys, entries[..., :width]], axis=1)
+            visible = jnp.concatenate([jnp.broadcast_to(visible, (len(seen), tokens, tokens)), seen], axis=-1)
+        keys = keys[:, :, None]
+        return masked_attention(q, keys, keys, visible, layer.scale, layer.sinks[...]), cache
 
     def chosen(self, index: IndexRows, count: int) -> Bool[Array, "B T T"]:
         """The `count` keys with the best scores of those that each query sees."""

@@ -25,6 +25,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.attention.blocks import block_attention
 from dflash_jax.attention.cascade import SharedPages, cascade_attention, split_tables
+from dflash_jax.attention.compressed import compressed_attention
 from dflash_jax.attention.context_parallel import absorbed_over_ranks, most_queries, slots_on_rank
 from dflash_jax.attention.context_parallel_heads import heads_over_ranks
 from dflash_jax.attention.mla import ABSORBED, LatentForm, LatentLayer, absorbed_attention
@@ -35,12 +36,12 @@ from dflash_jax.cache.pages import Pages, slots_of
 from dflash_jax.execution import switches
 from dflash_jax.models.deepseek import MLAttention
 from dflash_jax.models.dflash import DFlash
-from dflash_jax.models.layers import Attention, BlockRows, Rotary
+from dflash_jax.models.layers import Attention, BlockRows, ChoiceRows, Rotary
 from dflash_jax.parallel.collectives import ranks_here
 
 
 class PagedAttend:
-    """An `Attend` and `LatentAttend` over page pools for T new tokens of each sequence; its cache is `Pages`.
+    """An `Attend`, `LatentAttend`, `BlockAttend` and `CompressedAttend` over page pools for T new tokens of each sequence; its cache is `Pages`.
 
     Args:
       page_table: `[B, W]` int32, one row for each sequence, or `cache.groups.LayerTables` of such.
@@ -137,6 +138,12 @@ class PagedAttend:
     def blocks(self, layer: Any, qkv: Array, index: BlockRows, rotary: Rotary, cache: Pages) -> tuple[Array, Pages]:
         """See `BlockAttend`."""
         return block_attention(self, layer, qkv, index, rotary, cache)
+
+    def compressed(
+        self, layer: Any, q: Array, row: Array, choice: ChoiceRows | None, cache: Pages
+    ) -> tuple[Array, Pages]:
+        """See `CompressedAttend`."""
+        return compressed_attention(self, layer, q, row, choice, cache)
 
     def of_rows(
         self, layer: Attention, x: Array, rotary: Rotary, cache: Pages, added: AddNorm | None = None

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from dflash_jax.models.layers import Cache, IndexRows
+from dflash_jax.models.layers import Cache, ChoiceRows, IndexRows
 
 
 class Packing(NamedTuple):
@@ -42,7 +42,7 @@ def packing(lengths: Int[Array, "B"], rows: int, width: int) -> Packing:
 
 
 class RaggedAttend:
-    """An `Attend`, `LatentAttend`, `IndexedAttend` and `DeltaAttend` for `[1, R, ...]`.
+    """An `Attend`, `LatentAttend`, `IndexedAttend`, `CompressedAttend` and `DeltaAttend` for `[1, R, ...]`.
 
     Args:
       inner: the same for `[B, T, ...]`, which knows how many tokens of each slot are real.
@@ -68,6 +68,12 @@ class RaggedAttend:
     ) -> tuple[Array, Cache]:
         """See `IndexedAttend`."""
         return self._around(self.inner.indexed, layer, (q, row, index, rotary), cache)
+
+    def compressed(
+        self, layer: Any, q: Array, row: Array, choice: ChoiceRows | None, cache: Cache
+    ) -> tuple[Array, Cache]:
+        """See `CompressedAttend`."""
+        return self._around(self.inner.compressed, layer, (q, row, choice), cache)
 
     def _around(self, attend: Any, layer: Any, rows: tuple[Any, ...], cache: Cache) -> tuple[Array, Cache]:
         out, cache = attend(layer, *jax.tree.map(self.packing.unpacked, rows), cache)

@@ -162,7 +162,9 @@ def layer_bytes(
     """Bytes one page takes in each layer of `config` with pages; see `page_bytes`."""
     specs = layer_specs(config, cache_dtype)
     kind = _index_kind(specs, quantized_format(cache_dtype), dtype)
-    return tuple(page_size * (spec.token_bytes(dtype) + index_bytes((spec,), kind)) for spec in specs)
+    return tuple(
+        spec.rows(page_size) * spec.token_bytes(dtype) + page_size * index_bytes((spec,), kind) for spec in specs
+    )
 
 
 def index_bytes(specs: tuple[LayerSpec, ...], kind: jnp.dtype) -> int:

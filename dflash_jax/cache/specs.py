@@ -21,6 +21,7 @@ class LayerSpec:
       wide_index: whether that pool is in the model's dtype whatever the others are.
       window: keys that a query sees, the last ones, its own included; None for all.
       kept: how its numbers are kept; see `quantization.kv_formats`.
+      stride: tokens that one row stands for, which is in the page of the last of them.
     """
 
     heads: int
@@ -30,10 +31,15 @@ class LayerSpec:
     wide_index: bool = False
     window: int | None = None
     kept: str | None = None
+    stride: int = 1
+
+    def rows(self, page_size: int) -> int:
+        """Rows of a page: as many as may end in one."""
+        return -(-page_size // self.stride)
 
     def shape(self, num_pages: int, page_size: int) -> tuple[int, int, int, int]:
         """Shape of the pool of keys."""
-        return num_pages, self.heads, page_size, self.dim
+        return num_pages, self.heads, self.rows(page_size), self.dim
 
     def value_shape(self, num_pages: int, page_size: int) -> tuple[int, int, int, int]:
         """Shape of the pool of values."""
@@ -43,16 +49,19 @@ class LayerSpec:
     @property
     def entries(self) -> int:
         """Numbers kept for one token, but for an indexer's key."""
-        return self.heads * (self.dim + (self.value_dim or 0))
+        return -(-self.heads * (self.dim + (self.value_dim or 0)) // self.stride)
 
     def token_bytes(self, dtype: jnp.dtype) -> int:
-        """Bytes kept for one token of a model that computes in `dtype`, scales of keys included, but for an indexer's key."""
+        """Bytes kept in one row of a model that computes in `dtype`, scales of keys included, but for an indexer's key."""
         keys = self.dim * pool_dtype(self.kept, dtype).itemsize + (4 if self.kept in KEY_SCALED else 0)
         return self.heads * (keys + (self.value_dim or 0) * value_dtype(self.kept, dtype).itemsize)
 
 
 def layer_specs(config: DecoderConfig, cache_dtype: CacheFormat = None) -> tuple[LayerSpec, ...]:
-    """One spec for each layer of `config` with pages; latent where it has a `latent_width`. Entries of packed rows are bytes."""
+    """One spec for each layer of `config` with pages, or for each pool of rows where it names its `kept_rows`; latent where it has a
+    `latent_width`. Entries of packed rows are bytes."""
+    if kept_rows := getattr(config, "kept_rows", ()):
+        return tuple(LayerSpec(1, width, None, window=window, stride=stride) for width, window, stride in kept_rows)
     latent_width, kept = getattr(config, "latent_width", 0), layer_formats(config, cache_dtype)
     if latent_width:
         rank = getattr(config, "kv_lora_rank", 0)

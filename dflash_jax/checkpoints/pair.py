@@ -7,7 +7,7 @@ from typing import Any
 
 from dflash_jax.checkpoints.converted import Checkpoint
 from dflash_jax.checkpoints.opening import open_checkpoint
-from dflash_jax.config import DecoderConfig
+from dflash_jax.config import FINAL_HIDDEN, DecoderConfig
 from dflash_jax.errors import CheckpointError, PairError
 from dflash_jax.models import DFlashConfig
 
@@ -142,8 +142,9 @@ def _no_drafter(why: str, revision: str | None) -> None:
 def check_pair(target: DecoderConfig, draft: DFlashConfig) -> None:
     """Raises PairError, with every reason, unless `draft` can draft for `target`."""
     wrong = []
-    if draft.target_hidden_size != target.hidden_size:
-        wrong.append(f"it reads features of width {draft.target_hidden_size}, the target's are {target.hidden_size}")
+    width = target.hidden_size if FINAL_HIDDEN in draft.target_layer_ids else target.feature_width
+    if draft.target_hidden_size != width:
+        wrong.append(f"it reads features of width {draft.target_hidden_size}, the target's are {width}")
     if draft.num_target_layers not in (0, target.num_layers):
         wrong.append(
             f"it was trained for a target of {draft.num_target_layers} layers, this one has {target.num_layers}"

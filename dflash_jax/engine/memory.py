@@ -131,7 +131,7 @@ def workspace_bytes(
         + 3 * target.intermediate_size
         + 2 * target.num_heads * head_dim
     )
-    features = 0 if draft is None else len(draft.target_layer_ids) * target.hidden_size
+    features = 0 if draft is None else len(draft.target_layer_ids) * target.feature_width
     activations = rows * (widest + 2 * features) * dtype.itemsize + delta_bytes(target, rows, dtype)
     logits = batch * block * target.vocab_size * 4 * _LOGITS
     # Where no kernel takes the call, scores are held whole, before and after the softmax.

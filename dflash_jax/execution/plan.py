@@ -306,6 +306,8 @@ def exact_refusals(traits: LayerTraits, tokens: int, cache_dtype: str | None = N
         reasons.append("layers of Mamba 2 sum the tokens of a block in another order than one after the other")
     if traits.uneven_heads:
         reasons.append("heads that are gated or differ by layer were not tried in other company")
+    if traits.compressed:
+        reasons.append("attention to compressed keys was not tried in other company")
     hopper = target().capability == HOPPER
     if traits.attention == "latent" and cache_dtype == "fp8" and tokens > 1 and tokens * traits.heads <= NARROW_ROWS:
         reasons.append(

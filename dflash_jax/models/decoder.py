@@ -78,7 +78,7 @@ class Decoder(nnx.Module):
         run: Runner = ONE_BY_ONE,
         cache: Cache = None,
         given: tuple[Bool[Array, "B T"], Float[Array, "B T D"]] | None = None,
-    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T nD"], Cache]:
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T nF"], Cache]:
         """Hidden states after the final norm, the tapped residual streams side by side in the order of `taps`, and the cache.
 
         `positions` are what heads turn by; where a token is among the keys is for `attend` to know. `given` says of which tokens
@@ -99,7 +99,8 @@ class Decoder(nnx.Module):
             x, normed = jnp.where(given[0][:, :, None], given[1].astype(x.dtype), x), None
         layers, rotary = self.layers_for(ids, x), self.rotary(positions)
         streams, hidden, cache = run(layers, self.norm, self.spread(x), rotary, attend, cache, normed=normed)
-        tapped = [hidden if tap == FINAL_HIDDEN else x if tap < 0 else self.tapped(streams[tap]) for tap in taps]
+        first = self.tapped_embedding(x)
+        tapped = [hidden if tap == FINAL_HIDDEN else first if tap < 0 else self.tapped(streams[tap]) for tap in taps]
         features = jnp.concatenate(tapped, axis=-1) if tapped else jnp.zeros((*ids.shape, 0), x.dtype)
         return hidden, features, cache
 
@@ -112,9 +113,13 @@ class Decoder(nnx.Module):
         """The first layer's input, from embeddings."""
         return x
 
-    def tapped(self, stream: Array) -> Float[Array, "B T D"]:
+    def tapped(self, stream: Array) -> Float[Array, "B T F"]:
         """What drafters read of a layer's output."""
         return stream
+
+    def tapped_embedding(self, x: Float[Array, "B T D"]) -> Float[Array, "B T F"]:
+        """What drafters read of the embedding output."""
+        return x
 
     def rotary(self, positions: Int[Array, "B T *axes"]) -> Rotary:
         """The rotation at `positions` that all layers share."""

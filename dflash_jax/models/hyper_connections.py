@@ -29,6 +29,13 @@ class Mixing(NamedTuple):
     carry: Float[Array, "B T S S"]
 
 
+def _products(x: Float[Array, "B T S D"], rows: Float[Array, "R SD"], eps: float) -> Float[Array, "B T R"]:
+    """Products of the normed streams of a token, one behind the other, with rows, in float32."""
+    flat = x.astype(jnp.float32).reshape(*x.shape[:2], -1)
+    flat = flat * jax.lax.rsqrt(jnp.mean(flat * flat, axis=-1, keepdims=True) + eps)
+    return jnp.einsum("btd,rd->btr", flat, rows, precision=jax.lax.Precision.HIGHEST)
+
+
 class HyperConnection(nnx.Module):
     """Reading of the streams `[B,T,S,D]` for a sublayer, and writing to them.
 
@@ -49,9 +56,7 @@ class HyperConnection(nnx.Module):
     def mixing(self, x: Float[Array, "B T S D"]) -> Mixing:
         """The factors at this sublayer."""
         streams = x.shape[2]
-        flat = x.astype(jnp.float32).reshape(*x.shape[:2], -1)
-        flat = flat * jax.lax.rsqrt(jnp.mean(flat * flat, axis=-1, keepdims=True) + self.norm_eps)
-        products = jnp.einsum("btd,rd->btr", flat, self.rows[...], precision=jax.lax.Precision.HIGHEST)
+        products = _products(x, self.rows[...], self.norm_eps)
         bounds = [streams, 2 * streams]
         read, write, carry = (
             product * self.scale[...][place] + base
@@ -79,6 +84,27 @@ class HyperConnection(nnx.Module):
             "btij,btid->btjd", mixing.carry, x.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST
         )
         return (carried + mixing.write[..., None] * out.astype(jnp.float32)[:, :, None]).astype(x.dtype)
+
+
+class SumNorm(RMSNorm):
+    """The norm of a sum of several streams `[B,T,S,D]`, whose factors follow from all of them.
+
+    Args:
+      eps: added to factors.
+      norm_eps: of both norms, that of all streams together and that of the sum.
+    """
+
+    def __init__(self, streams: int, hidden: int, *, eps: float, norm_eps: float):
+        super().__init__(hidden, norm_eps)
+        self.least = eps
+        self.rows = nnx.Param(jnp.zeros((streams, streams * hidden), jnp.float32))
+        self.base = nnx.Param(jnp.zeros((streams,), jnp.float32))
+        self.scale = nnx.Param(jnp.ones((1,), jnp.float32))
+
+    def __call__(self, x: Array) -> Array:
+        products = _products(x, self.rows[...], self.eps)
+        factors = jax.nn.sigmoid(products * self.scale[...] + self.base[...]) + self.least
+        return super().__call__(jnp.sum(factors[..., None] * x, axis=2).astype(x.dtype))
 
 
 class MeanNorm(RMSNorm):

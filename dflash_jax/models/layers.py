@@ -133,6 +133,32 @@ class BlockAttend(Protocol):
         ...
 
 
+class ChoiceRows(NamedTuple):
+    """Outputs of an indexer of compressed keys for tokens: rotated queries `[B,T,I,E]`, and float32 weights `[B,T,I]` of its heads.
+
+    The keys are parts of the compressed rows.
+    """
+
+    q: Array
+    weights: Array
+
+
+@runtime_checkable
+class CompressedAttend(Protocol):
+    """Attention to a window of tokens, and to rows that stand for whole stretches of tokens each."""
+
+    def compressed(
+        self, layer: Any, q: Array, row: Array, choice: ChoiceRows | None, cache: Cache
+    ) -> tuple[Array, Cache]:
+        """`q [B,T,N,H]` and `row [B,T,W]`, both rotated, to `[B,T,N,H]`, and the cache with the new rows.
+
+        The first H numbers of a row are the token's key, and its value. `layer.entries` makes compressed rows of the others, of
+        `layer.rate` tokens each and in the same form; 0 where a layer has none. A query sees the last `layer.window` tokens and all
+        stretches that end before or at it, or, with a choice, the `layer.config.index_topk` best of these.
+        """
+        ...
+
+
 def linear(x: Float[Array, "... D"], weight: Float[Array, "F D"] | Quantized | ColumnBlocks) -> Float[Array, "... F"]:
     """`x @ weight.T`. float32 stays float32 on GPUs, where XLA would otherwise round operands to tf32."""
     if isinstance(weight, Quantized):

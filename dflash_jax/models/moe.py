@@ -8,6 +8,8 @@ dropped, and a token's result does not depend on the other tokens of the batch. 
 token's experts.
 """
 
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -32,6 +34,12 @@ from dflash_jax.parallel.cut import by_columns, by_rows
 # Keeps the sum of a token's weights away from zero, as the released models' code does; a configuration may have another one, its
 # `routing_eps`.
 _NORM_EPS = 1e-20
+# Of experts that are chosen with a correction: what makes scores of a router's products, by a configuration's `scoring`.
+SCORES: Mapping[str, Callable[[Array], Array]] = {
+    "sigmoid": jax.nn.sigmoid,
+    "softmax": functools.partial(jax.nn.softmax, axis=-1),
+    "sqrtsoftplus": lambda logits: jnp.sqrt(jax.nn.softplus(logits)),
+}
 # Rows an expert from which blocks of them pay: 512 tokens of 6 experts among 64 take 0.58 ms in blocks and 0.89 through every
 # expert, 128 tokens 0.46 and 0.39 (an H200, bfloat16).
 MANY = 16
@@ -69,7 +77,7 @@ def route(
     """Experts of every token and their float32 weights.
 
     greedy: the largest of a softmax. group_limited_greedy: the same among the groups whose best expert scores highest.
-    noaux_tc: scores are sigmoids; experts are chosen by score plus `bias`, among the groups with the highest sum of their two
+    noaux_tc: scores are sigmoids, or what a configuration's `scoring` names in `SCORES`; experts are chosen by score plus `bias`, among the groups with the highest sum of their two
     best choices, and weighted by the score alone.
 
     Args:
@@ -78,7 +86,7 @@ def route(
     """
     wide = logits.astype(jnp.float32)
     if config.routing == "noaux_tc":
-        scores = jax.nn.sigmoid(wide)
+        scores = SCORES[getattr(config, "scoring", "sigmoid")](wide)
         choice = scores if bias is None else scores + bias.astype(jnp.float32)
         best_of_group, masked = 2, -jnp.inf
     else:
@@ -91,11 +99,18 @@ def route(
         open_groups = jax.nn.one_hot(groups, config.num_groups, dtype=bool).any(axis=-2)
         choice = jnp.where(open_groups[..., None], grouped, masked).reshape(choice.shape)
     experts = jax.lax.top_k(choice, config.experts_per_token)[1]
+    return experts, expert_weights(config, scores, experts)
+
+
+def expert_weights(
+    config: ExpertsConfig, scores: Float[Array, "T E"], experts: Int[Array, "T k"]
+) -> Float[Array, "T k"]:
+    """Weights of the experts that tokens take, from the scores of all."""
     weights = jnp.take_along_axis(scores, experts, axis=-1)
     if config.norm_routing_weights:
         eps = getattr(config, "routing_eps", _NORM_EPS)
         weights = weights / (weights.sum(axis=-1, keepdims=True) + eps)
-    return experts, weights * config.routing_scale
+    return weights * config.routing_scale
 
 
 def own_choices(

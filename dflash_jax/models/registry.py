@@ -31,6 +31,14 @@ from dflash_jax.models.deepseek_sparse import (
     SparseDeepseekConfig,
     sparse_parameters,
 )
+from dflash_jax.models.deepseek_v4 import ARCHITECTURES as DEEPSEEK_V4_ARCHITECTURES
+from dflash_jax.models.deepseek_v4 import (
+    DeepseekV4,
+    DeepseekV4Config,
+    deepseek_v4_canonical,
+    deepseek_v4_parameters,
+    deepseek_v4_traits,
+)
 from dflash_jax.models.dflash import DFlash, dflash_canonical, dflash_parameters, dflash_traits, fuse_context_projection
 from dflash_jax.models.dflash_config import ARCHITECTURES as DRAFT_ARCHITECTURES
 from dflash_jax.models.dflash_config import DFlashConfig
@@ -235,6 +243,11 @@ def _indexed(config: SparseDeepseekConfig) -> dict[str, Any]:
     return _latent(config) | index
 
 
+def _compressed(config: DeepseekV4Config) -> dict[str, Any]:
+    sizes = {"compressed_layers": len(config.compressed_layers), "compressed_topk": config.index_topk}
+    return {"streams": config.streams} | sizes | _experts(config)
+
+
 def _pooled(config: Glm5NextConfig) -> dict[str, Any]:
     index = {
         "index_width": config.index_row_width,
@@ -326,6 +339,10 @@ FAMILIES = (
     Family(
         "deepseek_sparse", "target", SPARSE_ARCHITECTURES, SparseDeepseekConfig, SparseDeepseek, sparse_parameters,
         deepseek_canonical, traits=deepseek_traits, model_types=SPARSE_TYPES, surplus=is_mtp_tensor, facts=_indexed,
+    ),
+    Family(
+        "deepseek_v4", "target", DEEPSEEK_V4_ARCHITECTURES, DeepseekV4Config, DeepseekV4, deepseek_v4_parameters,
+        deepseek_v4_canonical, traits=deepseek_v4_traits, facts=_compressed,
     ),
     Family(
         "glm5_next", "target", GLM5_NEXT_ARCHITECTURES, Glm5NextConfig, Glm5Next, glm5_next_parameters, glm5_next_canonical,

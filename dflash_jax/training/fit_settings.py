@@ -93,7 +93,7 @@ def drafter_config(target: DecoderConfig, settings: FitSettings) -> DFlashConfig
     if settings.kind == "dflash2" and width % settings.head.conv_group:
         raise ParameterError(f"conv_group must divide the target's hidden size {width}, got {settings.head.conv_group}")
     # A latent target's heads are no drafter's.
-    latent = getattr(target, "kv_lora_rank", 0) > 0
+    latent = getattr(target, "kv_lora_rank", 0) > 0 or hasattr(target, "kept_rows")
     head_dim = 128 if latent else target.head_dim
     heads = max(1, width // head_dim) if latent else target.num_heads
     plain = DFlashConfig(
@@ -112,7 +112,7 @@ def drafter_config(target: DecoderConfig, settings: FitSettings) -> DFlashConfig
         mask_token_id=mask,
         target_layer_ids=taps,
         num_target_layers=target.num_layers,
-        target_hidden_size=width,
+        target_hidden_size=target.feature_width,
         causal=(False,) * settings.layers,
     )
     return with_kind(plain, settings.kind, settings.head).fitted(target)

@@ -10,6 +10,7 @@ import argparse
 import torch
 from golden import (
     deepseek_oracle,
+    deepseek_v4_oracle,
     dflash_oracle,
     gemma_oracle,
     glm5_next_oracle,
@@ -36,6 +37,7 @@ ORACLES = {
     "deepseek": deepseek_oracle, "sparse": sparse_oracle, "dflash": dflash_oracle, "vision": vision_oracle, "lfm2": lfm2_oracle,
     "muse_glimmer": muse_glimmer_oracle, "mellum": mellum_oracle, "minimax_m2": minimax_m2_oracle, "minimax_m3": minimax_m3_oracle,
     "mistral4": mistral4_oracle, "laguna": laguna_oracle, "glm5_next": glm5_next_oracle, "kimi_linear": kimi_linear_oracle,
+    "deepseek_v4": deepseek_v4_oracle,
     "mimo_v2": mimo_v2_oracle, "nemotron_h": nemotron_h_oracle,
 }  # fmt: skip
 

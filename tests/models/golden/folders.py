@@ -7,10 +7,11 @@ from golden.store import FOLDER
 TOKENS = 40
 
 
-def write(name: str, model: torch.nn.Module, *, seed: int = 0) -> dict[str, int]:
+def write(name: str, model: torch.nn.Module, *, seed: int = 0, joined: bool = False) -> dict[str, int]:
     """Draws the weights of `model`, writes `NAME_folder` and returns the size of its weights in bytes by name.
 
-    Norms' weights are about 1, biases about 0, and matrices keep the scale.
+    Norms' weights are about 1, biases about 0, and matrices keep the scale. Of several streams drafters read the mean, or, `joined`,
+    all of them.
     """
     generator = torch.Generator().manual_seed(seed)
     model.eval()
@@ -29,7 +30,9 @@ def write(name: str, model: torch.nn.Module, *, seed: int = 0) -> dict[str, int]
 
     def keep(index: int, out: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
         stream = (out if isinstance(out, torch.Tensor) else out[0]).detach().clone()[0]
-        taps[index] = stream.mean(dim=1) if stream.ndim > 2 else stream  # of several streams drafters read the mean
+        if stream.ndim > 2:
+            stream = stream.flatten(1) if joined else stream.mean(dim=1)
+        taps[index] = stream
 
     for index, layer in enumerate(model.get_decoder().layers):
         layer.register_forward_hook(lambda _m, _i, out, index=index: keep(index, out))
