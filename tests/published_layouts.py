@@ -237,11 +237,25 @@ TARGETS: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 64,
         },
     },
+    "DeepSeek V4": {
+        "architectures": ["DeepseekV4ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 0,
+        "compress_ratios": [0, 4, 128, 4, 0], "compress_rope_theta": 160000, "eos_token_id": 1, "expert_dtype": "fp4",
+        "hc_eps": 1e-6, "hc_mult": 4, "hc_sinkhorn_iters": 3, "head_dim": 16, "hidden_act": "silu", "hidden_size": 32,
+        "index_head_dim": 8, "index_n_heads": 4, "index_topk": 4, "initializer_range": 0.02, "max_position_embeddings": 512,
+        "model_type": "deepseek_v4", "moe_intermediate_size": 24, "n_routed_experts": 4, "n_shared_experts": 1,
+        "norm_topk_prob": True, "num_attention_heads": 4, "num_experts_per_tok": 2, "num_hidden_layers": LAYERS,
+        "num_hash_layers": 1, "num_key_value_heads": 1, "num_nextn_predict_layers": 1, "o_groups": 2, "o_lora_rank": 8,
+        "q_lora_rank": 12, "qk_rope_head_dim": 8, "rms_norm_eps": 1e-6, "rope_theta": 10000, "routed_scaling_factor": 1.5,
+        "rope_scaling": {
+            "beta_fast": 32, "beta_slow": 1, "factor": 16, "original_max_position_embeddings": 32, "type": "yarn",
+        },
+        "scoring_func": "sqrtsoftplus", "sliding_window": 9, "swiglu_limit": 10.0, "tie_word_embeddings": False,
+        "topk_method": "noaux_tc", "torch_dtype": "bfloat16", "use_cache": True, "vocab_size": VOCAB,
+    },
 }  # fmt: skip
 # What targets that are not loaded call themselves, where that is known.
 REFUSED_TARGETS: dict[str, tuple[str, ...]] = {
     "Qwen3.8-Flash-Next": ("Qwen4ExpForConditionalGeneration",),
-    "DeepSeek V4": ("DeepseekV4ForCausalLM",),
     "MiniMax-M3.1": (),
     "Kimi K3": (),
     "Inkling": (),
@@ -405,6 +419,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "speculators, of Gemma": _speculators("dflash", "DFlashDraftModel", **_OF_GEMMA),
     "speculators, of Mistral Small 4": _speculators("dflash", "DFlashDraftModel", **_OF_MISTRAL),
     "speculators, reduced vocabulary": _speculators("dflash", "DFlashDraftModel", draft_vocab_size=REDUCED),
+    "speculators, of DeepSeek V4": _speculators(
+        "dflash", "DFlashDraftModel", draft_vocab_size=REDUCED, copied={"hc_mult": 4}
+    ),
     "speculators DFlash 2": _speculators(
         "dflash2", "DFlash2DraftModel", sliding_window_non_causal=True, **KERNELS, **SELECTOR
     ),
@@ -463,7 +480,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 # Layouts that are refused, by what their files say.
 REFUSED_LAYOUTS: dict[str, dict[str, Any]] = {
-    "hyper-connections": BACKBONE | {"dflash_config": TAPS | {"block_size": 4}, "hc_mult": 4},
     "gated heads of Qwen3's": BACKBONE | {"dflash_config": TAPS | {"block_size": 4}, "gating": True},
     "layers of Kimi K3": BACKBONE | {"architectures": ["K3DSparkModel"], "block_size": 4} | DSPARK,
     "layers of GLM-5": BACKBONE | {"architectures": ["Glm5DSparkForCausalLM"], "block_size": 4, "kv_lora_rank": 16} | DSPARK,

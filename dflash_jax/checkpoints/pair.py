@@ -49,6 +49,7 @@ KNOWN_DRAFTERS: Mapping[str, str] = {
     "poolside/Laguna-XS.2": "poolside/Laguna-XS.2-speculator.dflash",
     "poolside/Laguna-S-2.1": "poolside/Laguna-S-2.1-DFlash",
     "moonshotai/Kimi-K2.5": "z-lab/Kimi-K2.5-DFlash",
+    "deepseek-ai/DeepSeek-V4-Flash": "RedHatAI/DeepSeek-V4-Flash-speculator.dflash",
     "zai-org/GLM-5.1": "z-lab/GLM-5.1-FP8-DFlash",
     "zai-org/GLM-5.2": "RedHatAI/GLM-5.2-speculator.dspark",
     "zai-org/GLM-5.3": "incoai/GLM-5.3-DFlash2",

@@ -342,11 +342,15 @@ _RENAMED = {
 }  # fmt: skip
 
 
+_OF_TRAINERS = ("t2d", "hc_head_base", "hc_head_fn", "hc_head_scale")
+
+
 def dflash_canonical(name: str) -> str | None:
-    """Checkpoint name as declared above: `model.` stripped, `midlayer.` is layer 0; None for what is not needed here."""
+    """Checkpoint name as declared above: `model.` stripped, `midlayer.` is layer 0; None for what is not needed here, such as what
+    a trainer copies of its target to make its last hidden states of several streams."""
     name = name.removeprefix("model.")
     if name.startswith("midlayer."):
         name = "layers.0." + name.removeprefix("midlayer.")
     name = _RENAMED.get(name, name)
     name = name.replace("self_attn.sinks", "self_attn.attention_sink_bias")
-    return None if name == "t2d" or name.endswith("rotary_emb.inv_freq") else name
+    return None if name in _OF_TRAINERS or name.endswith("rotary_emb.inv_freq") else name

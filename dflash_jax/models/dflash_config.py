@@ -347,6 +347,9 @@ def _taps(source: Source, nested: KeyReader, layers: Mapping[str, Any], names: C
     if tapped:
         _check_taps(source, ids)
     width = source("target_hidden_size").integer("target_hidden_size", hidden)
+    # A target with several residual streams hands over all of them; the file may name the width of one.
+    streams = source("hc_mult").integer("hc_mult", 1)
+    width *= 1 if width == streams * hidden else streams
     if not tapped and width != hidden:
         raise ConfigError(
             f"{nested.subject}: with use_aux_hidden_state=false target_hidden_size={width} must be hidden_size={hidden}: no "

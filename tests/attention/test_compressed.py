@@ -16,18 +16,12 @@ from dflash_jax.attention.dense import dense_attend
 from dflash_jax.attention.paged import PagedAttend
 from dflash_jax.attention.ragged import RaggedAttend, packing
 from dflash_jax.cache import LayerSpec, layer_specs, make_pages, page_bytes
-from dflash_jax.config import RopeConfig
-from dflash_jax.models.deepseek_v4 import HEAVY, SLIDING, SPARSE, CompressedAttention, DeepseekV4Config
+from dflash_jax.models.deepseek_v4 import CompressedAttention, DeepseekV4Config
 from dflash_jax.models.layers import Rotary, rotary_tables
 
-KINDS = (SLIDING, SPARSE, HEAVY)
-CONFIG = DeepseekV4Config(
-    vocab_size=97, hidden_size=20, intermediate_size=12, num_layers=3, num_heads=4, num_kv_heads=1, head_dim=10,
-    rope=RopeConfig(theta=1e4), compress_rope=RopeConfig(theta=1.6e5), rotary_dim=4, max_position=512, windows=(7,) * 3,
-    kinds=KINDS, sparse_rate=3, heavy_rate=10, q_lora_rank=8, out_groups=2, out_rank=6, index_topk=5, index_heads=6,
-    index_head_dim=6, streams=2, stream_rounds=3, stream_eps=1e-6, num_experts=4, experts_per_token=2, moe_intermediate_size=12,
-    scoring="sqrtsoftplus", routing_scale=1.5, hashed=(True, False, False), swiglu_limit=0.7,
-)  # fmt: skip
+from ..compressed_pair import compressed_config
+
+CONFIG = compressed_config()
 LENS, LONGEST, BLOCK = np.array([70, 0, 9, 41]), 80, 8
 
 

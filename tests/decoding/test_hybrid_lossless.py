@@ -96,13 +96,16 @@ def test_alone_as_in_a_batch_and_as_the_dense_model_says(hybrid: Pair) -> None:
 @pytest.mark.few
 @pytest.mark.parametrize("kind", ["dense", "conv", "pooled", "kimi", "mamba2"])
 def test_greedy_texts_whatever_number_of_proposals_stands(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    """Each cycle's proposals are the text that comes, wrong from a place on that changes from cycle to cycle: 1 to 16 tokens stand.
-    `HYBRID_TEXTS` prompts of 64 tokens each, some alone and all in ragged batches."""
-    many, tokens, block = int(os.environ.get("HYBRID_TEXTS", "6")), 64, 16
+    draft = {"target_layer_ids": (-1, 0, 1), "block_size": 16}
+    hold_any_number(monkeypatch, hybrid_pair(TARGETS[kind](), max_chunk=64, draft=draft))
+
+
+def hold_any_number(monkeypatch: pytest.MonkeyPatch, pair: Pair) -> None:
+    """Each cycle's proposals are the text that comes, wrong from a place on that changes from cycle to cycle: 1 to all tokens of a
+    block stand. `HYBRID_TEXTS` prompts of 64 tokens each, some alone and all in ragged batches."""
+    many, tokens, block = int(os.environ.get("HYBRID_TEXTS", "6")), 64, pair.draft.block_size
     prompts = random_prompts([1 + 37 * i % 90 for i in range(many)], seed=21)
     each = [SamplingParams(max_tokens=tokens, seed=i) for i in range(many)]
-    draft = {"target_layer_ids": (-1, 0, 1), "block_size": block}
-    pair = hybrid_pair(TARGETS[kind](), max_chunk=64, draft=draft)
     plain, ones, _ = pair.run(prompts, each, draft=False)
     texts = np.zeros((many, 90 + tokens + 2 * block), np.int32)
     for row, prompt, text in zip(texts, prompts, plain, strict=True):

@@ -39,6 +39,8 @@ def write(folder: Path, file: dict[str, Any], own: tuple[str, ...], seed: int) -
     plain = {key: value for key, value in file.items() if key != "quantization_config"}
     table = [row for row in family.parameters(family.config(plain, *arguments)) if row.name != "d2t"]
     params = {row.name: (rng.normal(size=row.shape) * 0.3).astype(np.float32) for row in table}
+    # Experts of each token of the vocabulary, where a table names them.
+    params |= {row.name: rng.integers(0, 4, row.shape) for row in table if row.dtype == "int32"}
     tensors = {name: np.ascontiguousarray(array) for name, array in to_huggingface(table, params).items()}
     if reduced:
         tensors["d2t"] = np.sort(rng.choice(VOCAB, REDUCED, replace=False)) - np.arange(REDUCED)

@@ -128,7 +128,7 @@ def test_keys_of_published_files_that_say_what_is_done_anyway(file: dict[str, An
         (DENSE, "is_encoder_decoder", True), (DENSE, "add_cross_attention", True), (DENSE, "pruned_heads", {"0": [1]}),
         (DENSE, "num_experts", 4), (DENSE, "is_causal", False), (KIMI, "rope_is_neox_style", False),
         (MLA, "is_neox_style", False), (MOE, "shared_expert_intermediate_size", 8), (MOE, "attn_output_gate", True),
-        (MLA, "sliding_window", 128), (MLA, "index_topk", 2048), (MLA, "index_topk", None), (DRAFT, "hc_mult", 4),
+        (MLA, "sliding_window", 128), (MLA, "index_topk", 2048), (MLA, "index_topk", None), (DRAFT, "hc_mult", 0),
         (DRAFT, "gating", True), (DRAFT, "conv_heads", 2), (DRAFT, "enable_confidence_head", True),
         (DRAFT, "attention_mode", "mla"), (KIMI, "rope_scaling", YARN), (KIMI, "num_hidden_layers", 3),
         (KIMI, "tie_word_embeddings", True), (KIMI, "audio_tower", None), (SPECULATORS, "num_jacobi_passes", 0),
