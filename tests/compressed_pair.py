@@ -41,5 +41,9 @@ def _edited(weights: dict[str, dict[str, Any]]) -> None:
 def compressed_pair(target: DeepseekV4Config | None = None, **options: Any) -> Pair:
     """An engine over such a target, whose drafter's proposals stand now and then."""
     target = compressed_config() if target is None else target
-    sizes = {"hidden_size": target.hidden_size, "target_hidden_size": target.feature_width, "target_layer_ids": (-1, 0, 1)}
+    sizes = {
+        "hidden_size": target.hidden_size,
+        "target_hidden_size": target.feature_width,
+        "target_layer_ids": (-1, 0, 1),
+    }
     return Pair(target, draft_config(**sizes | options.pop("draft", {})), edit=_edited, **options)

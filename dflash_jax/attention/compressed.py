@@ -55,7 +55,7 @@ class _Rows(NamedTuple):
     """A pool of rows `[P, 1, rows of a page, W]`, and the page table of its sequences or of one of them."""
 
     pool: Array
-    table: Int[Array, "*B columns"]
+    table: Int[Array, "*B M"]
 
 
 def _gathered(
@@ -72,7 +72,7 @@ def _gathered(
 
 
 def _token_rows(
-    pool: Array, table: Int[Array, "columns"], positions: Int[Array, "..."], columns: tuple[int, int]
+    pool: Array, table: Int[Array, "M"], positions: Int[Array, "..."], columns: tuple[int, int]
 ) -> Float[Array, "... w"]:
     """Rows of one sequence's tokens; those of positions outside of the table may be anything."""
     size = pool.shape[2]
@@ -81,7 +81,7 @@ def _token_rows(
 
 
 def _entry_slots(
-    table: Int[Array, "columns"], numbers: Int[Array, "..."], rate: int, page_size: int
+    table: Int[Array, "M"], numbers: Int[Array, "..."], rate: int, page_size: int
 ) -> tuple[Int[Array, "..."], Int[Array, "..."]]:
     """Pages of compressed rows, counted from the text's beginning, and places in these."""
     ends = numbers * rate + rate - 1
@@ -113,8 +113,8 @@ def _attend(
     choice: ChoiceRows | None,
     start: Int[Array, ""],
     count: Int[Array, ""],
-    table: Int[Array, "columns"],
-    entry_table: Int[Array, "columns"] | None,
+    table: Int[Array, "M"],
+    entry_table: Int[Array, "M"] | None,
 ) -> Float[Array, "T N H"]:
     """One sequence's queries, the first of them at `start`; those from `count` on give anything finite."""
     tokens, width, window = q.shape[0], q.shape[2], layer.window

@@ -16,7 +16,8 @@ from dflash_jax.models.layers import Attention, BlockRows, Cache, ChoiceRows, In
 
 
 class DenseAttend:
-    """An `Attend`, `LatentAttend`, `IndexedAttend`, `PooledAttend` and `CompressedAttend` over the tokens of one call; see `dense_attend`.
+    """An `Attend`, `LatentAttend`, `IndexedAttend`, `PooledAttend` and `CompressedAttend` over the tokens of one call; see
+    `dense_attend`.
 
     It gives a cache back as it is, but for `indexed` and for layers whose keys and values later ones attend to as well, which are
     its cache by layer.
@@ -103,7 +104,9 @@ class DenseAttend:
           NotImplementedError: there is one.
         """
         if self.mask is not None:
-            raise NotImplementedError("stretches of tokens begin where a text does: give one text in a row, and no mask")
+            raise NotImplementedError(
+                "stretches of tokens begin where a text does: give one text in a row, and no mask"
+            )
         (rows, tokens), rate, width = q.shape[:2], layer.rate, q.shape[3]
         ahead = jnp.arange(tokens) - jnp.arange(tokens)[:, None]
         keys, visible = row[..., :width], ((ahead <= 0) & (ahead > -layer.window))[None]

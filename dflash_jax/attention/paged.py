@@ -41,7 +41,8 @@ from dflash_jax.parallel.collectives import ranks_here
 
 
 class PagedAttend:
-    """An `Attend`, `LatentAttend`, `BlockAttend` and `CompressedAttend` over page pools for T new tokens of each sequence; its cache is `Pages`.
+    """An `Attend`, `LatentAttend`, `BlockAttend` and `CompressedAttend` over page pools for T new tokens of each sequence; its
+    cache is `Pages`.
 
     Args:
       page_table: `[B, W]` int32, one row for each sequence, or `cache.groups.LayerTables` of such.

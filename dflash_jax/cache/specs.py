@@ -58,8 +58,8 @@ class LayerSpec:
 
 
 def layer_specs(config: DecoderConfig, cache_dtype: CacheFormat = None) -> tuple[LayerSpec, ...]:
-    """One spec for each layer of `config` with pages, or for each pool of rows where it names its `kept_rows`; latent where it has a
-    `latent_width`. Entries of packed rows are bytes."""
+    """One spec for each layer of `config` with pages, or for each pool of rows where it names these, `kept_rows`; latent where it
+    has a `latent_width`. Entries of packed rows are bytes."""
     if kept_rows := getattr(config, "kept_rows", ()):
         return tuple(LayerSpec(1, width, None, window=window, stride=stride) for width, window, stride in kept_rows)
     latent_width, kept = getattr(config, "latent_width", 0), layer_formats(config, cache_dtype)

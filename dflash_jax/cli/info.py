@@ -268,9 +268,8 @@ def _model_rows(model: dict[str, Any]) -> list[tuple[str, str]]:
     if "index_topk" in model:
         rows.append(("", f"a token attends to the {model['index_topk']:,} that an indexer scores best"))
     if "compressed_layers" in model:
-        rows.append(
-            ("", f"{model['compressed_layers']} layers attend to compressed keys, to {model['compressed_topk']:,} where an indexer chooses")
-        )
+        chosen = f"{model['compressed_topk']:,} where an indexer chooses"
+        rows.append(("", f"{model['compressed_layers']} layers attend to compressed keys as well, to {chosen}"))
     if "experts" in model:
         rows.append(("", f"{model['experts_per_token']} of {model['experts']} experts a token"))
     if "block_size" in model:

@@ -21,6 +21,7 @@ from dflash_kernels.recurrent.mamba2 import Mamba2Shape
 from dflash_kernels.recurrent.short_conv import ConvShape
 from jax.experimental import multihost_utils
 
+from dflash_jax.attention.compressed import MOST_ROWS
 from dflash_jax.attention.mla import LatentForm
 from dflash_jax.cache.recurrent import recurrent_layers
 from dflash_jax.config import DecoderConfig
@@ -139,6 +140,7 @@ def workspace_bytes(
     scores = 2 * 4 * rows * target.num_heads * min(tokens, chosen) + chosen_bytes(target, rows, tokens)
     scores += gathered_bytes(target, max(batch, chunk // PIECE), tokens, dtype)
     scores += pooled_bytes(target, max(batch, chunk // PIECE), tokens, dtype)
+    scores += compressed_bytes(target, batch, rows, tokens, dtype)
     scores = scores if draft is None else max(scores, gathered_bytes(draft, batch, tokens, dtype))
     return (
         activations
@@ -160,6 +162,21 @@ def pooled_bytes(target: DecoderConfig, sequences: int, tokens: int, dtype: jnp.
     if tokens <= getattr(target, "index_topk", tokens):
         return 0
     return sequences * tokens * getattr(target, "index_row_width", 0) * (dtype.itemsize + 4)
+
+
+def compressed_bytes(target: DecoderConfig, sequences: int, rows: int, tokens: int, dtype: jnp.dtype) -> int:
+    """What queries that attend at once to compressed keys hold: scores of all stretches by each head of an indexer, index keys of
+    their sequences, the rows chosen, as they lie in pages and cleaned, and attention's scores, before and after the softmax."""
+    if not layer_traits(target).compressed:
+        return 0
+    sizes: Any = target
+    together = min(rows, MOST_ROWS)
+    stretches, heavy = tokens // sizes.sparse_rate, tokens // sizes.heavy_rate
+    seen = max(min(stretches, sizes.index_topk), heavy)
+    keys = min(sequences, together) * stretches * (sizes.index_head_dim + sizes.head_dim) * dtype.itemsize
+    indexed = 2 * 4 * together * sizes.index_heads * stretches
+    chosen = 2 * together * seen * sizes.head_dim * dtype.itemsize
+    return keys + indexed + chosen + 3 * 4 * together * sizes.num_heads * (seen + together + (sizes.windows[0] or 0))
 
 
 def delta_bytes(target: DecoderConfig, rows: int, dtype: jnp.dtype) -> int:

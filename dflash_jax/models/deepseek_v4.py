@@ -6,7 +6,8 @@ compressed attention, HCA), or of short ones that overlap those that an indexer 
 `attention.compressed`. Experts of the first layers are listed for each token of the vocabulary.
 
 Source: transformers' DeepseekV4 classes, 5.17, whose defaults absent keys mean; drafters' features as in the speculators library
-(pull request 524) and vLLM: the streams after a layer, one behind the other. Drafters inside of a checkpoint (`mtp.*`) are left out.
+(pull request 524) and vLLM: the streams after a layer, one behind the other. Drafters inside of a checkpoint (`mtp.*`) are left
+out.
 """
 
 import functools
@@ -110,14 +111,22 @@ class DeepseekV4Config(DecoderConfig):
         subject, sizes = type(self).__name__, (self.head_dim, self.index_head_dim)
         if self.rotary_dim % 2 or not 0 < self.rotary_dim <= min(sizes):
             raise ConfigError(
-                f"{subject}: entries that turn must be even, and as many as heads of {sizes[0]} and of indexers, {sizes[1]}, have, got "
-                f"{self.rotary_dim}"
+                f"{subject}: entries of a head that turn must be even, and no more than heads of {sizes[0]} and indexers' of "
+                f"{sizes[1]} have, got {self.rotary_dim}"
             )
         if self.num_heads * self.head_dim % self.out_groups:
             raise ConfigError(
                 f"{subject}: {self.num_heads} heads of {self.head_dim} are not cut into {self.out_groups} groups (o_groups)"
             )
-        least = ("sparse_rate", "heavy_rate", "index_topk", "index_heads", "streams", "stream_rounds", "experts_per_token")
+        least = (
+            "sparse_rate",
+            "heavy_rate",
+            "index_topk",
+            "index_heads",
+            "streams",
+            "stream_rounds",
+            "experts_per_token",
+        )
         if low := [name for name in least if getattr(self, name) < 1]:
             raise ConfigError(f"{subject}: {low[0]} must be at least 1, got {getattr(self, low[0])}")
         if not self.experts_per_token <= self.num_experts:
@@ -270,7 +279,9 @@ def _kinds(keys: KeyReader, layers: int) -> tuple[str, ...]:
         ways["layer_types"] = _listed(keys, "layer_types", types, layers, (SLIDING, SPARSE, HEAVY))
     if (ratios := keys.get("compress_ratios")) is not None:
         if not isinstance(ratios, list | tuple) or not all(type(r) is int and r in _BY_RATIO for r in ratios):
-            raise ConfigError(f"{keys.subject}: compress_ratios must list 0, 4 or 128 of each layer, got {shown(ratios)}")
+            raise ConfigError(
+                f"{keys.subject}: compress_ratios must list 0, 4 or 128 of each layer, got {shown(ratios)}"
+            )
         named = [_BY_RATIO[ratio] for ratio in ratios]
         ways["compress_ratios"] = _listed(keys, "compress_ratios", named, layers, (SLIDING, SPARSE, HEAVY))
     if len(set(ways.values())) > 1:
@@ -326,7 +337,9 @@ def _rotations(keys: KeyReader, max_position: int, turned: int, head_dim: int) -
     both = {name: scaling.get(name) for name in bases}
     if all(isinstance(one, Mapping) for one in both.values()):
         if rest := {key: value for key, value in scaling.items() if key not in both and value is not None}:
-            raise ConfigError(f"{keys.subject}: rope_parameters has {shown(rest)} beside main and compress: leave it out")
+            raise ConfigError(
+                f"{keys.subject}: rope_parameters has {shown(rest)} beside main and compress: leave it out"
+            )
     else:
         if any(one is not None for one in both.values()):
             raise ConfigError(f"{keys.subject}: rope_parameters must have both of main and compress, or neither")
@@ -347,7 +360,8 @@ def _rotations(keys: KeyReader, max_position: int, turned: int, head_dim: int) -
             )
         if abs(rope.partial * head_dim - turned) >= 1:
             raise ConfigError(
-                f"{subject.subject}: partial_rotary_factor={rope.partial} of head_dim={head_dim} is not the {turned} entries that turn"
+                f"{subject.subject}: partial_rotary_factor={rope.partial} of head_dim={head_dim} is not the {turned} entries that "
+                "turn"
             )
         read.append(replace(rope, partial=1.0))
     return read[0], read[1]
@@ -497,8 +511,9 @@ class HashMoE(MoE):
 
     def of_tokens(self, x: Float[Array, "B T D"], ids: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """What they give for tokens with these ids."""
-        rows = x.reshape(-1, x.shape[-1])
-        return self.experts(rows, *self.router(rows, ids.reshape(-1))).reshape(x.shape) + self.shared(x)
+        rows, shared = x.reshape(-1, x.shape[-1]), self.beside(x)
+        assert shared is not None, "one is every token's"
+        return self.experts(rows, *self.router(rows, ids.reshape(-1))).reshape(x.shape) + shared
 
 
 class DeepseekV4Layer(nnx.Module):
@@ -646,9 +661,7 @@ def _expert_parameters(config: DeepseekV4Config, ours: str, theirs: str, *, hash
         if hashed
         else single(f"{ours}router.bias", f"{theirs}gate.bias", (e,), "float32"),
         Parameter(f"{ours}experts.gate_up_proj.weight", gates(*experts)),
-        Parameter(
-            f"{ours}experts.down_proj.weight", tuple(Source(f"{expert}w2.weight", (d, f)) for expert in experts)
-        ),
+        Parameter(f"{ours}experts.down_proj.weight", tuple(Source(f"{expert}w2.weight", (d, f)) for expert in experts)),
         Parameter(f"{ours}shared.gate_up_proj.weight", gates(shared)),
         single(f"{ours}shared.down_proj.weight", f"{shared}w2.weight", (d, f)),
     ]

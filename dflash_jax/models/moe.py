@@ -77,8 +77,8 @@ def route(
     """Experts of every token and their float32 weights.
 
     greedy: the largest of a softmax. group_limited_greedy: the same among the groups whose best expert scores highest.
-    noaux_tc: scores are sigmoids, or what a configuration's `scoring` names in `SCORES`; experts are chosen by score plus `bias`, among the groups with the highest sum of their two
-    best choices, and weighted by the score alone.
+    noaux_tc: scores are sigmoids, or what a configuration's `scoring` names in `SCORES`; experts are chosen by score plus `bias`,
+    among the groups with the highest sum of their two best choices, and weighted by the score alone.
 
     Args:
       logits: float32.

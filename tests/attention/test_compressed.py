@@ -4,18 +4,14 @@ Tokens that do not stand are written over, in stretches that have ended with the
 wrote is NaN.
 """
 
-from dataclasses import replace
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax.attention.compressed import compressed_attention
 from dflash_jax.attention.dense import dense_attend
 from dflash_jax.attention.paged import PagedAttend
-from dflash_jax.attention.ragged import RaggedAttend, packing
-from dflash_jax.cache import LayerSpec, layer_specs, make_pages, page_bytes
+from dflash_jax.cache import make_pages
 from dflash_jax.models.deepseek_v4 import CompressedAttention, DeepseekV4Config
 from dflash_jax.models.layers import Rotary, rotary_tables
 

@@ -5,6 +5,7 @@ pieces, blocks that stand in part, pages that another request has left, pages th
 """
 
 from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,15 +13,19 @@ import numpy as np
 import pytest
 
 from dflash_jax.attention.dense import dense_attend
+from dflash_jax.attention.ragged import RaggedAttend
 from dflash_jax.cache import PageAllocator
 from dflash_jax.cache.groups import PageTables
 from dflash_jax.decoding.prefill import Caches
 from dflash_jax.engine.requests import Request
+from dflash_jax.engine.verify_auto import AutoPolicy
+from dflash_jax.engine.verify_policy import Length
 from dflash_jax.models import bind
 from dflash_jax.models.deepseek_v4 import HEAVY, SPARSE
 from dflash_jax.sampling_params import SamplingParams
 
 from ..compressed_pair import compressed_config, compressed_pair
+from ..engine.test_verify_auto import by_turns
 from ..random_pair import Pair, of_one_shape, random_prompts
 from .test_hybrid_lossless import counts_of, hold_any_number
 
@@ -89,11 +94,18 @@ def test_greedy_texts_whatever_number_of_proposals_stands(monkeypatch: pytest.Mo
 
 
 @pytest.mark.few
-def test_requests_that_share_rows_of_a_cycle() -> None:
+def test_requests_that_share_rows_of_a_cycle(monkeypatch: pytest.MonkeyPatch) -> None:
     """With another number of verified tokens for each of them, side by side."""
-    pair = compressed_pair(max_chunk=64, verify_length="per_request")
+    pair, packs, packed = compressed_pair(max_chunk=64), [], RaggedAttend.compressed
+    monkeypatch.setattr(AutoPolicy, "choose", by_turns(Length(3, shared=True)))
+    monkeypatch.setattr(AutoPolicy, "shares", lambda policy, slots: True)
+    monkeypatch.setattr(RaggedAttend, "compressed", lambda *given: (packs.append(1), packed(*given))[1])
+    pair.engine.verify_length = "per_request"
     prompts = random_prompts((40, 9, 70))
-    assert pair.run(prompts, SAMPLED)[0] == pair.run(prompts, SAMPLED, draft=False)[0]
+    drafted, counts, _ = pair.run(prompts, SAMPLED)
+    assert drafted == pair.run(prompts, SAMPLED, draft=False)[0]
+    assert packs
+    assert len(counts_of(counts)) > 1
 
 
 @pytest.mark.few
@@ -112,7 +124,7 @@ def test_a_request_that_loses_its_pages_is_prefilled_again() -> None:
 @pytest.mark.few
 def test_rows_of_tokens_fall_out_of_windows_and_compressed_rows_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is given back holds NaN; pages that end with a window are found again, with the compressed rows before them."""
-    options = {"max_model_len": 640, "page_size": 32, "max_chunk": 128, "max_batch": 2}
+    options: dict[str, Any] = {"max_model_len": 640, "page_size": 32, "max_chunk": 128, "max_batch": 2}
     pair = compressed_pair(**options)
     of_one_shape(pair.engine)
     full, *narrow = pair.engine.groups
@@ -131,7 +143,7 @@ def test_rows_of_tokens_fall_out_of_windows_and_compressed_rows_stay(monkeypatch
         sizes = (engine.num_pages, *engine.window_pages)
         accounts = [pool.allocator for pool in engine.groups]
         unused = {
-            id(account): ~np.isin(np.arange(count), [*np.flatnonzero(account._owners), *account._keys])
+            id(account): ~np.isin(np.arange(count), np.array([*np.flatnonzero(account._owners), *account._keys], int))
             for count, account in zip(sizes, accounts, strict=True)
         }
         names = ("target", "draft") if isinstance(pools, Caches) else ("target_pages", "draft_pages")
@@ -142,7 +154,9 @@ def test_rows_of_tokens_fall_out_of_windows_and_compressed_rows_stay(monkeypatch
                 bad = unused[id(pool.allocator)][:, None, None, None]
                 for layer in getattr(pool.group, role):
                     sides = {side: getattr(pages, side)[layer] for side in ("k", "v") if getattr(pages, side)}
-                    pages = pages.with_layer(layer, **{side: jnp.where(bad, jnp.nan, one) for side, one in sides.items()})
+                    pages = pages.with_layer(
+                        layer, **{side: jnp.where(bad, jnp.nan, one) for side, one in sides.items()}
+                    )
             changed[name] = pages
         pools = pools._replace(**changed) if isinstance(pools, Caches) else replace(pools, **changed)
         return call(function, static, donate, weights, table, pools, *rest)

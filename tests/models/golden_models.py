@@ -44,7 +44,8 @@ def check_texts(folder: Path, taps: tuple[int, ...]) -> None:
     checkpoint = open_checkpoint(folder)
     config: Any = checkpoint.config
     params = checkpoint.load("float32")
-    draft = draft_config(vocab_size=61, hidden_size=24, target_hidden_size=config.feature_width, mask_token_id=60, target_layer_ids=taps)
+    sizes = {"vocab_size": 61, "hidden_size": 24, "target_hidden_size": config.feature_width, "mask_token_id": 60}
+    draft = draft_config(**sizes, target_layer_ids=taps)
     pair = Pair(config, draft, edit=lambda weights: weights.update(target=params), max_chunk=32)
     prompts = [[token % 60 for token in one] for one in random_prompts([3, 50])]
     texts = pair.run(prompts, dj.SamplingParams(max_tokens=12))[0]

@@ -10,8 +10,8 @@ TOKENS = 40
 def write(name: str, model: torch.nn.Module, *, seed: int = 0, joined: bool = False) -> dict[str, int]:
     """Draws the weights of `model`, writes `NAME_folder` and returns the size of its weights in bytes by name.
 
-    Norms' weights are about 1, biases about 0, and matrices keep the scale. Of several streams drafters read the mean, or, `joined`,
-    all of them.
+    Norms' weights are about 1, biases about 0, and matrices keep the scale. Of several streams drafters read the mean, or all of
+    them (`joined`).
     """
     generator = torch.Generator().manual_seed(seed)
     model.eval()
