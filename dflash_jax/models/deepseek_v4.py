@@ -657,7 +657,7 @@ def _expert_parameters(config: DeepseekV4Config, ours: str, theirs: str, *, hash
 
     return [
         single(f"{ours}router.weight", f"{theirs}gate.weight", (e, d)),
-        single(f"{ours}router.table", f"{theirs}gate.tid2eid", taken, "int32")
+        single(f"{ours}router.table", f"{theirs}gate.tid2eid", taken, "int32", weights=0)
         if hashed
         else single(f"{ours}router.bias", f"{theirs}gate.bias", (e,), "float32"),
         Parameter(f"{ours}experts.gate_up_proj.weight", gates(*experts)),

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from dflash_jax.config import Qwen3Config, RopeConfig
 from dflash_jax.models.deepseek import DeepseekConfig
 from dflash_jax.models.deepseek_sparse import SparseDeepseekConfig
+from dflash_jax.models.deepseek_v4 import HEAVY, SLIDING, SPARSE, DeepseekV4Config
 from dflash_jax.models.dflash_config import DFlashConfig
 from dflash_jax.models.gemma3 import Gemma3Config
 from dflash_jax.models.gemma4 import Gemma4Config
@@ -666,6 +667,47 @@ SPARSE_TARGETS: Mapping[str, SparseDeepseekConfig] = MappingProxyType(
         "GLM-5": _sparse_target(_GLM_5, 32, interleaved=True, indexers=(True,) * 78),
         "GLM-5.2": _sparse_target(
             _GLM_52, 32, interleaved=True, indexers=tuple(max(i - 2, 0) % 4 == 0 for i in range(78))
+        ),
+    }
+)
+
+# Of the Pro not all sizes are known here.
+DEEPSEEK_V4_TARGETS: Mapping[str, DeepseekV4Config] = MappingProxyType(
+    {
+        "DeepSeek-V4-Flash": DeepseekV4Config(
+            vocab_size=129_280,
+            hidden_size=4096,
+            intermediate_size=2048,
+            num_layers=43,
+            num_heads=64,
+            num_kv_heads=1,
+            head_dim=512,
+            rope=RopeConfig(original_max_position=1 << 20),
+            max_position=1 << 20,
+            windows=(128,) * 43,
+            kinds=(SLIDING, SLIDING, *(SPARSE, HEAVY) * 20, SPARSE),
+            sparse_rate=4,
+            heavy_rate=128,
+            compress_rope=RopeConfig(
+                kind="yarn", theta=160_000.0, factor=16.0, original_max_position=65_536, attention_factor=1.0
+            ),
+            rotary_dim=64,
+            q_lora_rank=1024,
+            out_groups=8,
+            out_rank=1024,
+            index_topk=512,
+            index_heads=64,
+            index_head_dim=128,
+            streams=4,
+            stream_rounds=20,
+            stream_eps=1e-6,
+            num_experts=256,
+            experts_per_token=6,
+            moe_intermediate_size=2048,
+            scoring="sqrtsoftplus",
+            routing_scale=1.5,
+            hashed=(True,) * 3 + (False,) * 40,
+            swiglu_limit=10.0,
         ),
     }
 )
