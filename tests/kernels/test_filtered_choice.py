@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from dflash_kernels import NoImplementationError, filtered_choice
+from dflash_kernels import NoImplementationError, filtered_choice, noise_of_all
 from dflash_kernels.sampling.mosaic_gpu import launch
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -27,10 +27,16 @@ def call(rows: int, size: int, dtype: Any = jnp.bfloat16, *, seed: int = 0, spre
     of_rows = np.array([LAWS[row % len(LAWS)] for row in range(rows)])
     return {
         "logits": jnp.asarray(rng.normal(size=(rows, size)) * spread + 5, dtype),
-        "noise": jnp.asarray(rng.gumbel(size=(rows, size)), jnp.float32),
+        "keys": jnp.asarray(rng.integers(2**32, size=(rows, 2)), jnp.uint32),
         "temperature": jnp.asarray(of_rows[:, 0], jnp.float32), "min_p": jnp.asarray(of_rows[:, 1], jnp.float32),
         "top_k": jnp.asarray(of_rows[:, 2], jnp.int32), "top_p": jnp.asarray(of_rows[:, 3], jnp.float32),
     }  # fmt: skip
+
+
+def unfiltered(given: dict[str, Any]) -> dict[str, Any]:
+    """The same call without filters."""
+    off = {"min_p": 0.0, "top_k": 0, "top_p": 1.0}
+    return given | {name: jnp.full_like(given[name], value) for name, value in off.items()}
 
 
 def exact(logits: np.ndarray, noise: np.ndarray, law: tuple[float, float, int, float]) -> tuple[int, np.ndarray]:
@@ -53,7 +59,8 @@ def exact(logits: np.ndarray, noise: np.ndarray, law: tuple[float, float, int, f
 
 
 def check(found: jax.Array, given: dict[str, Any]) -> None:
-    logits, noise = (np.asarray(given[name], np.float64) for name in ("logits", "noise"))
+    logits = np.asarray(given["logits"], np.float64)
+    noise = np.asarray(noise_of_all(given["keys"], logits.shape[1]), np.float64)
     assert found.shape == logits.shape[:1]
     assert found.dtype == jnp.int32
     for row, place in enumerate(np.asarray(found)):
@@ -75,7 +82,12 @@ def test_agrees_with_float64(dtype: Any) -> None:
 def test_kernel_interpreted(size: int) -> None:
     """Two warpgroups: chunks that end before a row does, and the last one that begins earlier."""
     given = call(len(LAWS), size, seed=size)
-    check(launch(*given.values(), warpgroups=2, interpret=INTERPRET), given)
+    logits, keys, temperature, *limits = given.values()
+    check(launch(logits, keys, temperature, tuple(limits), warpgroups=2, interpret=INTERPRET), given)
+    found = launch(logits, keys, temperature, warpgroups=2, interpret=INTERPRET)
+    check(found, unfiltered(given))
+    listed = launch(logits, keys, temperature, margin=0.5, warpgroups=2, interpret=INTERPRET)
+    assert (listed == found[:, None]).any(axis=1).all()
 
 
 @pytest.mark.few
