@@ -106,10 +106,9 @@ def drawn_by_index(
     x: Float[Array, "B g D"], head: Any, index: Any, keys: UInt32[Array, "B g 2"],
     temperature: Float[Array, "B"],
 ) -> Int[Array, "B g"]:  # fmt: skip
-    """The row of a whole head with the largest product in float32, with its noise times the temperature, among the best of its index.
+    """The row of a whole head with the largest product in float32 and noise times the temperature, among candidates of its index.
 
-    Where no row is better in the index than one of the same group of candidates that is better in the head, it is the largest of
-    all rows.
+    It is the largest of all rows unless the copy takes another row of its group of candidates for better.
     """
     rows, keys = x.reshape(-1, x.shape[-1]), keys.reshape(-1, 2)
     louder = jnp.repeat(temperature, x.shape[1])
