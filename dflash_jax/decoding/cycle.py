@@ -196,7 +196,7 @@ def drafted(
                     draft_law = Law(*listed)
                     first = jnp.argmax(draft_law.logits, axis=-1, keepdims=True)
                     proposals = jnp.take_along_axis(listed[1], first, axis=-1)[..., 0]
-                elif shares_noise(setup) and draws_by_index(drafter, proposing, head, index):
+                elif shares_noise(setup) and draws_by_index(drafter.config, proposing, head, index, drafter.head_rows):
                     assert noise is not None, "not greedy"
                     louder = state.request.temperature * setup.draft_temperature
                     proposals = drawn_by_index(proposing, head, index, noise.keys[:, :-1], louder)

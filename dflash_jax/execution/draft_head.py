@@ -20,6 +20,7 @@ from dflash_kernels import drawn_candidates, drawn_refusal, float8_candidates, f
 from jaxtyping import Array, Float, Int, UInt32
 
 from dflash_jax.models.dflash import DFlash
+from dflash_jax.models.dflash_config import DFlashConfig
 from dflash_jax.models.heads import HeadConfig
 from dflash_jax.models.largest import largest
 from dflash_jax.models.layers import best_of_head
@@ -92,14 +93,13 @@ def best_by_index(
     return place.reshape(x.shape[:-1])
 
 
-def draws_by_index(drafter: DFlash, x: Float[Array, "... D"], head: Any, index: Any) -> bool:
+def draws_by_index(config: DFlashConfig, x: Float[Array, "... D"], head: Any, index: Any, count: int) -> bool:
     """Whether `drawn_by_index` gives proposals of these hidden states: not of a head whose logits are no plain products, nor of a
-    share of one."""
-    c, rows = drafter.config, math.prod(x.shape[:-1])
-    if index is None or isinstance(head, Quantised) or len(head) < drafter.head_rows or rows > MOST_ROWS:
+    share of its `count` rows."""
+    rows, plain = math.prod(x.shape[:-1]), config.logit_scale == 1.0 and not config.logit_softcap
+    if index is None or isinstance(head, Quantised) or len(head) < count or rows > MOST_ROWS:
         return False
-    plain = c.logit_scale == 1.0 and not c.logit_softcap
-    return plain and drawn_refusal(jax.ShapeDtypeStruct((rows, len(head)), x.dtype)) is None
+    return plain and drawn_refusal(jax.ShapeDtypeStruct((rows, count), x.dtype)) is None
 
 
 def drawn_by_index(

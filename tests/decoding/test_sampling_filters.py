@@ -7,8 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from dflash_kernels import noise_of, noise_of_all
 from dflash_kernels.core.device import Target
 from dflash_kernels.sampling import search
+from dflash_kernels.sampling.noise import CHUNK, arrivals
 
 from dflash_jax.decoding.sampling import (
     RequestArrays,
@@ -21,6 +23,8 @@ from dflash_jax.decoding.sampling import (
 
 from ..devices import on
 from .chi_square import p_value
+
+GOOD, BAD = 1e-3, 1e-6
 
 
 def requests(b: int, **fields: Any) -> RequestArrays:
@@ -273,6 +277,50 @@ def test_noise_is_gumbel() -> None:
     uniform = np.exp(-np.exp(-noise([[0, i] for i in range(200)], [[3]] * 200, 200).astype(np.float64)))
     bins = np.bincount(np.minimum((uniform * 64).astype(int), 63).ravel(), minlength=64)
     assert p_value(bins, np.full(64, 1 / 64)) > 1e-3
+
+
+def test_first_arrivals_of_chunks_are_exponential_and_anyones() -> None:
+    """As the first of 1,024 independent times is; and of a chunk no other token is as loud."""
+    keys = jnp.asarray(np.random.default_rng(3).integers(2**32, size=(4000, 2)), jnp.uint32)
+    least, first = (np.asarray(each) for each in arrivals(keys, jnp.broadcast_to(jnp.array([0, 5]), (4000, 2))))
+    uniform = -np.expm1(-CHUNK * least.astype(np.float64))
+    for column in (0, 1):
+        assert p_value(np.bincount((uniform[:, column] * 20).astype(int), minlength=20), np.full(20, 1 / 20)) > GOOD
+        assert p_value(np.bincount(first[:, column] // 64, minlength=16), np.full(16, 1 / 16)) > GOOD
+    assert np.abs(np.corrcoef(np.concatenate([uniform, first], axis=1).T) - np.eye(4)).max() < 5 / np.sqrt(4000)
+    whole = np.asarray(noise_of_all(keys[:20], 6 * CHUNK))
+    for chunk, place in ((0, 0), (5, 1)):
+        of_chunk = whole[:, chunk * CHUNK : (chunk + 1) * CHUNK]
+        np.testing.assert_array_equal(of_chunk.argmax(axis=1), first[:20, place])
+        np.testing.assert_allclose(of_chunk.max(axis=1), -np.log(least[:20, place]), rtol=1e-6)
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_the_law_over_chunks(wrong: bool) -> None:
+    """A vocabulary of two chunks and a half, alike but for a few tokens; a first arrival that all chunks share is noticed."""
+    vocab, draws = 2 * CHUNK + 500, 1200
+    logits = np.zeros(vocab, np.float32)
+    logits[[3, 1500, 2500]] = 7.0, 6.5, 7.5
+    keys = jnp.asarray(np.random.default_rng(4).integers(2**32, size=(draws, 2)), jnp.uint32)
+    noise = noise_of_all(keys, vocab)
+    if wrong:
+        noise = noise.at[:, CHUNK : 2 * CHUNK].set(noise[:, :CHUNK])
+    tokens = np.asarray(jnp.argmax(jnp.asarray(logits) + noise, axis=-1))
+    law = np.exp(logits.astype(np.float64))
+    law /= law.sum()
+    cells = np.arange(vocab) // 256
+    cells[[3, 1500, 2500]] = [11, 12, 13]
+    counts, expected = (np.bincount(cells[of], weights=weights, minlength=14) for of, weights in (
+        (tokens, None), (np.arange(vocab), law),
+    ))  # fmt: skip
+    assert (p_value(counts, expected) < BAD) if wrong else (p_value(counts, expected) > GOOD)
+
+
+def test_noise_of_some_tokens_is_that_of_all() -> None:
+    keys = jnp.asarray(np.random.default_rng(5).integers(2**32, size=(3, 2)), jnp.uint32)
+    tokens = jnp.asarray([[0, 1023, 1024, 2999], [5, 5, 2047, 2048], [2999, 1, 1500, 700]], jnp.int32)
+    expected = jnp.take_along_axis(noise_of_all(keys, 3000), tokens, axis=1)
+    np.testing.assert_allclose(noise_of(keys, tokens), expected, rtol=3e-7)
 
 
 @pytest.mark.few
