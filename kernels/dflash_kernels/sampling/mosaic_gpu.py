@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
-from dflash_kernels.core.device import require_hopper
+from dflash_kernels.core.device import WARPGROUP, require_hopper
 from dflash_kernels.sampling.noise import CHUNK
 
 MOST_TOKENS = 2**24  # of a vocabulary, whose ids float32 holds
-VECTOR = 8  # neighbouring entries that a thread reads
+VECTOR = CHUNK // WARPGROUP  # neighbouring entries that a thread reads
 
 
 def filtered_choice_mosaic_gpu(

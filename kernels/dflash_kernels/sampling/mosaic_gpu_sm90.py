@@ -28,12 +28,10 @@ from dflash_kernels.mosaic_gpu import ptx as th
 from dflash_kernels.mosaic_gpu.noise import with_noise
 from dflash_kernels.mosaic_gpu.rows import WARPS, Reduction, reduce_into
 from dflash_kernels.mosaic_gpu.thread_op import FACTOR, SCALAR, kernel, thread_op
-from dflash_kernels.sampling.mosaic_gpu import VECTOR
 from dflash_kernels.sampling.noise import CHUNK, arrivals, exponential, hashed
 
 WARPGROUPS = 8  # of a CTA
-
-assert CHUNK == WARPGROUP * VECTOR, "a chunk of noise is what a warpgroup looks at"
+VECTOR = CHUNK // WARPGROUP  # neighbouring entries of one thread: a warpgroup looks at a chunk of noise at a time
 AT_ONCE = 4  # chunks asked for before the first is looked at
 MOST_SUMS = 3  # that warpgroups exchange
 LOWEST = -32_641  # minus infinity among `_whole`
