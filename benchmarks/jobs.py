@@ -45,6 +45,7 @@ BENCHMARKS = {
     "decode_sampled": ("decode.py --models qwen3-4b --batch 1 8 32 --kinds cycle --sampling sampled --calls 5", 70),
     "decode_full": ("decode.py --models qwen3-4b --batch 1 8 32 --kinds cycle --sampling full --calls 5", 80),
     "decode_exact": ("decode.py --models qwen3-4b --batch 1 8 32 --calls 3 --kinds cycle --exact", 60),
+    "decode_exact_8b": ("decode.py --models qwen3-8b --batch 1 8 32 --calls 3 --kinds cycle --exact", 90),
     "decode_fp8_dynamic": (
         "decode.py --models qwen3-4b qwen3-8b --batch 1 8 32 --calls 5 --weight-dtype fp8_dynamic",
         240,
@@ -106,6 +107,7 @@ BENCHMARKS = {
 WITHOUT_ROWS = (
     "decode_27b_32k",
     "decode_35b_32k",
+    "decode_exact_8b",
     "pair_fp8",
     "pair_draft_fp8_dynamic",
     "pair_dflash",

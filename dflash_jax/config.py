@@ -467,8 +467,8 @@ class DecoderConfig:
 
     Attributes:
       windows: per layer, the number of keys a query sees counting itself, or None for all.
-      cut_sizes, key_head_counts: names of sizes that devices which share a model divide among them, and of numbers of key heads,
-        of which several may hold the same.
+      cut_sizes, key_head_counts: names of sizes, or of layers' sizes, that devices which share a model divide among them, and of
+        numbers of key heads, of which several may hold the same.
     """
 
     cut_sizes: ClassVar[tuple[str, ...]] = ("num_heads", "intermediate_size")

@@ -57,12 +57,14 @@ SHARING = ("attention", "cli", "decoding", "engine", "execution", "interactive",
 # Objects that are made before garbage is looked for, and such looks before the older ones are looked through, and the oldest: a
 # process of tests holds millions, and looking through them took a tenth of its time.
 GARBAGE = (50_000, 20, 50)
+# A whole look through them takes a second or more: what asks for one between two models, or before it serves, gets the young.
+WHOLE_LOOK = gc.collect
 # Files whose processors' seconds are told at the end, and the name of that property of a report.
 SHOWN = 15
 SPENT = "processors' seconds"
 _spent = sum(os.times()[:4])
 # Mappings of memory that a process of tests may keep from file to file: past 65,530 (vm.max_map_count of Linux), XLA crashes.
-MAPPINGS = 20_000
+MAPPINGS = 40_000
 
 
 def check_annotations(function: Any = None, *, typechecker: Any) -> Any:
@@ -117,6 +119,8 @@ def _beartype() -> Any:
 
 
 _JAXTYPED = jaxtyping.jaxtyped
+gc.set_threshold(*GARBAGE)
+gc.collect = lambda generation=2: WHOLE_LOOK(min(generation, 1))
 os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
 # Threads of XLA's pool. Each warpgroup of an interpreted kernel that waits at a barrier holds one: with a thread for each of two
 # cores, a kernel of three warpgroups can wait for ever.
@@ -213,7 +217,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """See `GARBAGE`. What tests spend counts from here.
+    """What tests spend counts from here.
 
     On a GPU all kernels are lowered as those of an engine are, in half the time; what is patched for it has been imported by now.
     """
@@ -223,7 +227,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
         name_values_once()
     _spent = sum(os.times()[:4])
-    gc.set_threshold(*GARBAGE)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -320,7 +323,7 @@ def few_mappings() -> Iterator[None]:
 
             shared().called.clear()
         jax.clear_caches()
-        gc.collect()
+        WHOLE_LOOK()
 
 
 @pytest.fixture(scope="session")

@@ -1,8 +1,10 @@
-"""Small random hybrid pairs: gated delta nets beside gated attention, in every arrangement of heads, and short convolutions."""
+"""Small random hybrid pairs: gated delta nets beside gated attention, in every arrangement of heads, short convolutions, and Kimi
+delta attention beside latent attention to pools."""
 
 from dataclasses import replace
 
 from dflash_jax.config import RopeConfig
+from dflash_jax.models.glm5_next import Glm5NextConfig
 from dflash_jax.models.lfm2 import Lfm2Config
 from dflash_jax.models.qwen3_5 import Qwen35Config
 
@@ -38,6 +40,20 @@ def conv_config(**changes) -> Lfm2Config:
     return replace(base, **changes)
 
 
+def pooled_config(**changes) -> Glm5NextConfig:
+    """Four layers over two streams, three of them Kimi delta attention, the last two with experts. Queries see 16 tokens in pools
+    of four, and those behind them."""
+    base = Glm5NextConfig(
+        vocab_size=VOCAB, hidden_size=40, intermediate_size=64, num_layers=4, num_heads=4, num_kv_heads=4, head_dim=12,
+        windows=(None,) * 4, full_layers=(2,), linear_heads=3, linear_head_dim=8, linear_lower_bound=-5.0, q_lora_rank=16,
+        kv_lora_rank=16, qk_nope_head_dim=12, qk_rope_head_dim=0, v_head_dim=12, index_topk=16, index_pool=4, index_heads=6,
+        index_head_dim=8, streams=2, stream_rounds=4, stream_eps=1e-6, swiglu_limit=10.0, num_experts=4, experts_per_token=2,
+        num_shared_experts=1, routing="noaux_tc", num_groups=1, groups_per_token=1, norm_routing_weights=True, routing_scale=1.5,
+        num_dense_layers=2, moe_intermediate_size=24, tie_embeddings=True,
+    )  # fmt: skip
+    return replace(base, **changes)
+
+
 def quiet(weights) -> None:
     """A drafter that is right now and then: it shares the target's embedding, and its own layers say little."""
     for name in weights["draft"]:
@@ -45,7 +61,7 @@ def quiet(weights) -> None:
             weights["draft"][name] = weights["draft"][name] * 0.0
 
 
-def hybrid_pair(target: Qwen35Config | Lfm2Config | None = None, **options) -> Pair:
+def hybrid_pair(target: Qwen35Config | Lfm2Config | Glm5NextConfig | None = None, **options) -> Pair:
     """An engine over a hybrid target whose drafter's proposals stand now and then."""
     draft = draft_config(**options.pop("draft", {}))
     return Pair(hybrid_config() if target is None else target, draft, edit=options.pop("edit", quiet), **options)

@@ -105,6 +105,28 @@ TARGETS: dict[str, dict[str, Any]] = {
         "architectures": ["Lfm2MoeForCausalLM"], "model_type": "lfm2_moe", "intermediate_size": 48, "num_dense_layers": 1,
         "norm_topk_prob": True, "routed_scaling_factor": 1.0, "use_expert_bias": True, "tie_word_embeddings": True,
     },
+    "GLM-5.3-Flash": _text_model(
+        "Glm5NextForConditionalGeneration", "glm5_next",
+        {
+            "model_type": "glm5_next_text", "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "hidden_act": "silu",
+            "num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 4, "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 512, "attention_bias": False, "head_dim": 0, "swiglu_limit": 10.0,
+            "layer_types": ["linear_attention", "linear_attention", "deepseek_sparse_attention", "linear_attention"],
+            "linear_attn_config": {
+                "num_heads": 4, "head_dim": 8, "short_conv_kernel_size": 4, "gate_lower_bound": -5.0, "kda_layers": [0, 1, 3],
+                "full_attn_layers": [2],
+            },
+            "q_lora_rank": 16, "kv_lora_rank": 16, "qk_head_dim": 12, "qk_nope_head_dim": 12, "qk_rope_head_dim": 0,
+            "v_head_dim": 12, "mla_use_nope": True, "index_n_heads": 6, "index_head_dim": 8, "index_topk": 16, "index_kpool": 4,
+            "index_kpool_always_select_tail": True, "index_kpool_compress": True, "indexer_rope_interleave": True,
+            "indexer_types": ["full"] * LAYERS, "index_share_for_mtp_iteration": True, "mhc": True, "hc_mult": 4, "hc_eps": 1e-6,
+            "hc_sinkhorn_iters": 20, "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"], "first_k_dense_replace": 1,
+            "moe_layer_freq": 1, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
+            "moe_intermediate_size": 16, "moe_router_dtype": "float32", "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "num_nextn_predict_layers": 1,
+            "tie_word_embeddings": False, "dtype": "bfloat16",
+        },
+    ),
     "Muse Glimmer": _text_model(
         "MuseGlimmerForConditionalGeneration", "muse_glimmer",
         SIZES | {
@@ -143,17 +165,31 @@ TARGETS: dict[str, dict[str, Any]] = {
             },
         },
     ),
+    "Laguna": SIZES | BOOKS | EXPERTS | {
+        "architectures": ["LagunaForCausalLM"], "model_type": "laguna", "num_attention_heads_per_layer": [4, 6, 2, 4],
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"], "sliding_window": 9,
+        "gating": "per-head", "gating_types": ["per_head"] * 4, "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+        "mlp_only_layers": [0], "decoder_sparse_step": 1, "norm_topk_prob": True, "moe_routed_scaling_factor": 2.5,
+        "moe_apply_router_weight_on_input": False, "moe_router_logit_softcapping": 0.0, "shared_expert_intermediate_size": 24,
+        "output_router_logits": False, "router_aux_loss_coef": 0.0,
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "yarn", "rope_theta": 5e5, "factor": 8.0, "original_max_position_embeddings": 64, "beta_fast": 32.0,
+                "beta_slow": 1.0, "attention_factor": 1.2, "partial_rotary_factor": 0.5,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
+            "original_max_position_embeddings": 64,
+        },
+    },
 }  # fmt: skip
 # What targets that are not loaded call themselves, where that is known.
 REFUSED_TARGETS: dict[str, tuple[str, ...]] = {
     "Nemotron 3 and 3.5": ("NemotronHForCausalLM",),
-    "GLM-5.3-Flash": ("Glm5NextForCausalLM", "Glm5NextForConditionalGeneration"),
     "Qwen3.8-Flash-Next": ("Qwen4ExpForConditionalGeneration",),
     "DeepSeek V4": ("DeepseekV4ForCausalLM",),
     "MiniMax-M3 and M3.1": (),
     "Kimi K3": (),
     "MiMo-V2.5": ("MiMoV2FlashForCausalLM",),
-    "Laguna": ("LagunaForCausalLM",),
     "Inkling": (),
     "Beam": (),
     "Alpamayo": (),
@@ -303,6 +339,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "architectures": ["Lfm2DSparkDraftModel"], "block_size": 4, "num_target_layers": None, "rope_is_neox_style": False,
         "dflash_config": TAPS | {"num_target_layers": LAYERS},
     },
+    "layers of Laguna": SIZES | {
+        "architectures": ["DFlashLagunaForCausalLM"], "model_type": "laguna", "attention_bias": False, "hidden_act": "silu",
+        "num_hidden_layers": 2, "layer_types": ["sliding_attention"] * 2, "sliding_window": 9, "rope_theta": 5e5,
+        "gating": "per-head", "draft_vocab_size": VOCAB, "eagle_aux_hidden_state_layer_ids": [1, 2, 4], "torch_dtype": "bfloat16",
+        "dflash_config": TAPS | {"block_size": 4, "num_target_layers": LAYERS, "causal": True},
+    },
     "Muse assistant": SIZES | {
         "architectures": ["MuseGlimmerAssistantModel"], "model_type": "muse_glimmer_assistant", "attention_dropout": 0,
         "block_size": 4, "hidden_act": "silu", "layer_types": ["sliding_attention"] * 2, "num_hidden_layers": 2,
@@ -312,9 +354,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 # Layouts that are refused, by what their files say.
 REFUSED_LAYOUTS: dict[str, dict[str, Any]] = {
     "hyper-connections": BACKBONE | {"dflash_config": TAPS | {"block_size": 4}, "hc_mult": 4},
-    "gated heads": BACKBONE | {"architectures": ["DFlashLagunaForCausalLM"], "dflash_config": TAPS, "gating": True},
+    "gated heads of Qwen3's": BACKBONE | {"dflash_config": TAPS | {"block_size": 4}, "gating": True},
     "layers of Kimi K3": BACKBONE | {"architectures": ["K3DSparkModel"], "block_size": 4} | DSPARK,
     "layers of GLM-5": BACKBONE | {"architectures": ["Glm5DSparkForCausalLM"], "block_size": 4, "kv_lora_rank": 16} | DSPARK,
 }  # fmt: skip
-# Layouts whose files bring an embedding and a head.
-OWN_BOTH = tuple(name for name in LAYOUTS if name.startswith("DeepSpec"))
+# By layout: tensors that tell what a file's others are, or that it brings beside its layers.
+BROUGHT: dict[str, tuple[str, ...]] = {
+    name: ("embed_tokens.weight", "lm_head.weight") for name in LAYOUTS if name.startswith("DeepSpec")
+} | {"layers of Laguna": ("aux_hidden_norms.0.weight", "layers.0.self_attn.qkv_proj.weight")}

@@ -9,12 +9,13 @@ from dflash_kernels.attention.index.reference import head_scores
 from jaxtyping import Array, Bool, Float
 
 from dflash_jax.attention.mla import LatentLayer
+from dflash_jax.attention.pooled import chosen_tokens, pooled_keys
 from dflash_jax.cache.recurrent import zero_state
-from dflash_jax.models.layers import Attention, Cache, IndexRows, Rotary
+from dflash_jax.models.layers import Attention, Cache, IndexRows, PooledRows, Rotary
 
 
 class DenseAttend:
-    """An `Attend`, `LatentAttend` and `IndexedAttend` over the tokens of one call; see `dense_attend`.
+    """An `Attend`, `LatentAttend`, `IndexedAttend` and `PooledAttend` over the tokens of one call; see `dense_attend`.
 
     It gives a cache back as it is, but for `indexed` and for layers whose keys and values later ones attend to as well, which are
     its cache by layer.
@@ -56,6 +57,23 @@ class DenseAttend:
         """Latent attention to what an indexer chooses. The cache is which keys each query sees, for layers without an indexer."""
         visible = cache if index is None else self.chosen(index, layer.config.index_topk)
         return DenseAttend(visible, None).latent_parts(layer, *layer.parts(q, row, rotary)), visible
+
+    def pooled(self, layer: Any, q: Array, row: Array, index: PooledRows, cache: Cache = None) -> tuple[Array, Cache]:
+        """Latent attention to the pools that an indexer chooses. Pools begin with the call's tokens, so there is no mask.
+
+        Raises:
+          NotImplementedError: there is one.
+        """
+        if self.mask is not None:
+            raise NotImplementedError("pools of tokens begin where a text does: give one text in a row, and no mask")
+        rows, tokens = q.shape[:2]
+        positions = jnp.broadcast_to(jnp.arange(tokens), (rows, tokens))
+        keys = pooled_keys(jnp.concatenate([index.k, index.logits], axis=-1), index.places)
+        seen = chosen_tokens(index, keys, positions, count=layer.config.index_topk)
+        places = (*jnp.indices(seen.shape, sparse=True)[:2], seen)
+        visible = jnp.zeros((rows, tokens, tokens), bool)
+        visible = visible.at[places].set(True, mode="drop", wrap_negative_indices=False)
+        return DenseAttend(visible, None).latent_parts(layer, *layer.parts(q, row, None)), cache
 
     def chosen(self, index: IndexRows, count: int) -> Bool[Array, "B T T"]:
         """The `count` keys with the best scores of those that each query sees."""

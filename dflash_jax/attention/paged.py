@@ -267,12 +267,16 @@ class PagedAttend:
         self, layer: LatentLayer, q_nope: Array, q_pe: Array, kv_c: Array, k_pe: Array, cache: Pages
     ) -> tuple[Array, Pages]:
         """The same of rows that are normed and rotated: `q_nope [B,T,N,P]`, `q_pe [B,T,N,r]`, `kv_c [B,T,R]`, `k_pe [B,T,r]`."""
+        cache = self.write_parts(layer, kv_c, k_pe, cache)
+        return self.over_latents(layer, q_nope, q_pe, cache), cache
+
+    def write_parts(self, layer: LatentLayer, kv_c: Array, k_pe: Array, cache: Pages) -> Pages:
+        """The pages with the new rows, of which these are both parts, normed and rotated."""
         i, rank = layer.index, kv_c.shape[-1]
         latents, pool = jnp.concatenate([kv_c, k_pe], axis=-1), cache.k[i]
         scale = cache.k_scale[i] if cache.k_scale else None
         stored = latent_encode(latents, pool.dtype, kv_lora_rank=rank, scale=scale)
-        cache = cache.with_layer(i, k=latent_write(pool, stored.reshape(-1, stored.shape[-1]), of_layer(self.slots, i)))
-        return self.over_latents(layer, q_nope, q_pe, cache), cache
+        return cache.with_layer(i, k=latent_write(pool, stored.reshape(-1, stored.shape[-1]), of_layer(self.slots, i)))
 
     def over_latents(self, layer: LatentLayer, q_nope: Array, q_pe: Array, cache: Pages) -> Array:
         """The queries over their sequences' pages, which hold the queries' own rows already."""

@@ -11,18 +11,20 @@ from typing import Any, no_type_check
 import jax
 import jax.numpy as jnp
 from dflash_kernels import DeltaFactors, delta_fold
+from dflash_kernels.recurrent.kda import KdaFactors, kda_fold
 from dflash_kernels.recurrent.short_conv import ConvFactors, conv_fold
 from jaxtyping import Array, Bool, Int
 
 from dflash_jax.attention.indexed import IndexedCache, IndexedPages
 from dflash_jax.attention.paged import PagedAttend
+from dflash_jax.attention.pooled import pooled_attention
 from dflash_jax.cache.pages import Pages
 from dflash_jax.cache.recurrent import State
-from dflash_jax.models.layers import Attention, Rotary
+from dflash_jax.models.layers import Attention, PooledRows, Rotary
 
-type Factors = DeltaFactors | ConvFactors
-# Of one mixer that keeps a state, `models.delta_net.DeltaNet` or `models.short_conv.ShortConv`: the layer, its projection and its
-# state, to the output, the state after it and factors of its tokens.
+type Factors = DeltaFactors | ConvFactors | KdaFactors
+# Of one mixer that keeps a state, a `models.layers.RecurrentMixer`: the layer, its projection and its state, to the output, the
+# state after it and factors of its tokens.
 type Mix = Callable[[Any, Array, State], tuple[Array, State, Factors | None]]
 
 
@@ -44,7 +46,7 @@ class HybridCache:
 
 
 class HybridAttend:
-    """An `Attend` over pages and a `DeltaAttend` over states; its cache is a `HybridCache`.
+    """An `Attend` or `PooledAttend` over pages and a `DeltaAttend` over states; its cache is a `HybridCache`.
 
     Args:
       paged: what layers with attention are called with.
@@ -56,6 +58,13 @@ class HybridAttend:
 
     def __call__(self, layer: Attention, qkv: Array, rotary: Rotary, cache: HybridCache) -> tuple[Array, HybridCache]:
         out, pages = self.paged(layer, qkv, rotary, cache.pages)
+        return out, replace(cache, pages=pages)
+
+    def pooled(
+        self, layer: Any, q: Array, row: Array, index: PooledRows, cache: HybridCache
+    ) -> tuple[Array, HybridCache]:
+        """See `PooledAttend`."""
+        out, pages = pooled_attention(self.paged, layer, q, row, index, cache.pages)
         return out, replace(cache, pages=pages)
 
     def delta(self, layer: Any, projected: Array, cache: HybridCache) -> tuple[Array, HybridCache]:
@@ -106,10 +115,8 @@ def prefilling(
 
 
 def _with_states(paged: PagedAttend, pages: Pages, states: tuple[State, ...], mix: Mix) -> tuple[Any, Any]:
-    if pages.index:
-        return IndexedPages(paged), IndexedCache(pages, None)
     if not states:
-        return paged, pages
+        return (IndexedPages(paged), IndexedCache(pages, None)) if pages.index else (paged, pages)
     return HybridAttend(paged, mix), HybridCache(pages, states, (None,) * len(states))
 
 
@@ -140,5 +147,5 @@ def folded(
 
 
 def _folded(state: Any, factors: Factors, counts: Int[Array, "B"]) -> State:
-    fold: Any = conv_fold if isinstance(factors, ConvFactors) else delta_fold
-    return fold(state, factors, counts)
+    folds: dict[type, Any] = {ConvFactors: conv_fold, KdaFactors: kda_fold}
+    return folds.get(type(factors), delta_fold)(state, factors, counts)

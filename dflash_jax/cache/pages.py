@@ -99,7 +99,7 @@ def make_pages(
         if spec.value_dim is not None
     )
     k, v = jax.device_put((k, v))
-    index, index_scale = _index_pools(specs, counts, page_size, index_dtype(kept, dtype))
+    index, index_scale = _index_pools(specs, counts, page_size, _index_kind(specs, kept, dtype))
     if kept not in SCALED:
         return Pages(k, v, index=index, index_scale=index_scale)
     scales = scales or default_scales(config, kept)
@@ -120,6 +120,11 @@ def make_pages(
         if float8_queries
     )
     return Pages(k, v, k_scale, v_scale, index, index_scale, q_scale)
+
+
+def _index_kind(specs: Sequence[LayerSpec], kept: str | None, dtype: jnp.dtype) -> jnp.dtype:
+    """The dtype of indexers' pools."""
+    return jnp.dtype(dtype) if any(spec.wide_index for spec in specs) else index_dtype(kept, dtype)
 
 
 def _index_pools(
@@ -155,9 +160,8 @@ def layer_bytes(
     config: DecoderConfig, page_size: int, dtype: jnp.dtype, *, cache_dtype: CacheFormat = None
 ) -> tuple[int, ...]:
     """Bytes one page takes in each layer of `config` with pages; see `page_bytes`."""
-    kind = index_dtype(quantized_format(cache_dtype), dtype)
-
     specs = layer_specs(config, cache_dtype)
+    kind = _index_kind(specs, quantized_format(cache_dtype), dtype)
     return tuple(page_size * (spec.token_bytes(dtype) + index_bytes((spec,), kind)) for spec in specs)
 
 

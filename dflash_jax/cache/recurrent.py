@@ -1,34 +1,40 @@
-"""Recurrent states: what gated delta nets and short convolutions keep for each slot in place of keys and values."""
+"""Recurrent states: what layers with short convolutions or a delta rule keep for each slot in place of keys and values."""
 
 import math
 
 import jax
 import jax.numpy as jnp
 from dflash_kernels import DeltaShape, DeltaState
+from dflash_kernels.recurrent.kda import KdaShape, KdaState
 from dflash_kernels.recurrent.short_conv import ConvShape, ConvState
 from jaxtyping import Array, Int
 
 from dflash_jax.config import DecoderConfig
 
-# Rows before the newest that a gated delta net's convolution reads.
+# Rows before the newest that the convolution of a gated delta net, or of Kimi delta attention, reads.
 CONV_ROWS = 3
 
 
 # What one layer keeps of each slot.
-type State = DeltaState | ConvState
+type State = DeltaState | ConvState | KdaState
+type StateShape = DeltaShape | ConvShape | KdaShape
 
 
-def recurrent_layers(config: DecoderConfig) -> tuple[DeltaShape | ConvShape | None, int]:
+def recurrent_layers(config: DecoderConfig) -> tuple[StateShape | None, int]:
     """The shape of a model's layers that keep states, and their number; None and 0 where it has none."""
-    shape: DeltaShape | ConvShape | None = getattr(config, "delta", None) or getattr(config, "short_conv", None)
+    named = (getattr(config, name, None) for name in ("delta", "short_conv", "kda"))
+    shape: StateShape | None = next(filter(None, named), None)
     return shape, 0 if shape is None else config.num_layers - config.cached_layers
 
 
-def zero_state(slots: int, shape: DeltaShape | ConvShape, dtype: jnp.dtype) -> State:
-    """The state before a first token: of a gated delta net S `[B, Hv, dk, dv]` in float32, and of both kinds the rows that a
-    convolution reads, `[B, taps - 1, C]` in the model's dtype."""
+def zero_state(slots: int, shape: StateShape, dtype: jnp.dtype) -> State:
+    """The state before a first token: of a gated delta net S `[B, Hv, dk, dv]` in float32, likewise of Kimi delta attention, and of
+    all kinds the rows that a convolution reads, `[B, taps - 1, C]` in the model's dtype."""
     if isinstance(shape, ConvShape):
         return ConvState(jnp.zeros((slots, shape.taps - 1, shape.channels), dtype))
+    if isinstance(shape, KdaShape):
+        s = jnp.zeros((slots, shape.heads, shape.dim, shape.dim), jnp.float32)
+        return KdaState(s, jnp.zeros((slots, CONV_ROWS, shape.channels), dtype))
     return DeltaState(
         jnp.zeros((slots, shape.value_heads, shape.key_dim, shape.value_dim), jnp.float32),
         jnp.zeros((slots, CONV_ROWS, shape.channels), dtype),

@@ -18,6 +18,7 @@ class LayerSpec:
       dim: entries of each.
       value_dim: entries of each head's value, in a pool of their own; None where a latent row is key and value at once.
       index: entries of an indexer's key, in a pool of its own; 0 where a layer has no indexer.
+      wide_index: whether that pool is in the model's dtype whatever the others are.
       window: keys that a query sees, the last ones, its own included; None for all.
       kept: how its numbers are kept; see `quantization.kv_formats`.
     """
@@ -26,6 +27,7 @@ class LayerSpec:
     dim: int
     value_dim: int | None
     index: int = 0
+    wide_index: bool = False
     window: int | None = None
     kept: str | None = None
 
@@ -56,11 +58,15 @@ def layer_specs(config: DecoderConfig, cache_dtype: CacheFormat = None) -> tuple
         rank = getattr(config, "kv_lora_rank", 0)
         packed = packed_latent_width(rank, latent_width - rank) if "fp8_packed" in kept else latent_width
         indexers: tuple[bool, ...] = getattr(config, "indexers", (False,) * config.cached_layers)
-        index: int = getattr(config, "index_head_dim", 0)
+        pooled: int = getattr(config, "index_row_width", 0)
+        index: int = pooled or getattr(config, "index_head_dim", 0)
         return tuple(
-            LayerSpec(1, packed if how == "fp8_packed" else latent_width, None, index=index if own else 0, kept=how)
+            LayerSpec(
+                1, packed if how == "fp8_packed" else latent_width, None, index=index if own else 0, wide_index=pooled > 0,
+                kept=how,
+            )
             for own, how in zip(indexers, kept, strict=True)
-        )
+        )  # fmt: skip
     # Where some layers have no pages, those with windows that have come before the others.
     windows = config.windows[: config.cached_layers] or (None,) * config.cached_layers
     return tuple(

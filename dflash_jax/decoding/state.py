@@ -216,7 +216,8 @@ def attending_heads(config: DecoderConfig, plan: ExecutionPlan, *, exact: bool =
     """Query and key heads of layers that attend by calls of their own, not within a layer's kernel and not to latent rows; None
     also where layers differ in them, and where no schedule may follow the lengths (`exact`)."""
     traits = layer_traits(config)
-    apart = not exact and traits.attention == "heads" and plan.attention == "apart" and traits.full_heads is None
+    alike = traits.full_heads is None and not traits.uneven_heads
+    apart = not exact and traits.attention == "heads" and plan.attention == "apart" and alike
     return (traits.heads, traits.kv_heads) if apart else None
 
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from dflash_kernels.attention.index.xla import WORKSPACE as SCORES_WORKSPACE
 from dflash_kernels.attention.mla.selected_reference import WORKSPACE as SELECTED_WORKSPACE
+from dflash_kernels.recurrent.kda import CHUNK, KdaShape
 from dflash_kernels.recurrent.short_conv import ConvShape
 from jax.experimental import multihost_utils
 
@@ -124,7 +125,11 @@ def workspace_bytes(
     block = 1 if draft is None else draft.block_size + 1
     rows = max(batch * block, chunk)
     head_dim = max(dim for _, dim in target.key_shapes)
-    widest = 4 * target.hidden_size + 3 * target.intermediate_size + 2 * target.num_heads * head_dim
+    widest = (
+        4 * target.hidden_size * getattr(target, "streams", 1)
+        + 3 * target.intermediate_size
+        + 2 * target.num_heads * head_dim
+    )
     features = 0 if draft is None else len(draft.target_layer_ids) * target.hidden_size
     activations = rows * (widest + 2 * features) * dtype.itemsize + delta_bytes(target, rows, dtype)
     logits = batch * block * target.vocab_size * 4 * _LOGITS
@@ -132,6 +137,7 @@ def workspace_bytes(
     chosen = getattr(target, "index_topk", tokens)
     scores = 2 * 4 * rows * target.num_heads * min(tokens, chosen) + chosen_bytes(target, rows, tokens)
     scores += gathered_bytes(target, max(batch, chunk // PIECE), tokens, dtype)
+    scores += pooled_bytes(target, max(batch, chunk // PIECE), tokens, dtype)
     scores = scores if draft is None else max(scores, gathered_bytes(draft, batch, tokens, dtype))
     return (
         activations
@@ -148,6 +154,13 @@ def gathered_bytes(config: DecoderConfig, sequences: int, tokens: int, dtype: jn
     return 0 if wide is None else 2 * 2 * sequences * tokens * wide[0] * wide[1] * dtype.itemsize
 
 
+def pooled_bytes(target: DecoderConfig, sequences: int, tokens: int, dtype: jnp.dtype) -> int:
+    """Rows of an indexer of pools that XLA gathers for a call of so many sequences, and their weights in float32."""
+    if tokens <= getattr(target, "index_topk", tokens):
+        return 0
+    return sequences * tokens * getattr(target, "index_row_width", 0) * (dtype.itemsize + 4)
+
+
 def delta_bytes(target: DecoderConfig, rows: int, dtype: jnp.dtype) -> int:
     """Memory of the layers that keep states for `rows` tokens: the factors of all of them, and of one layer in work the
     projection, queries, keys, values and results in float32."""
@@ -158,6 +171,10 @@ def delta_bytes(target: DecoderConfig, rows: int, dtype: jnp.dtype) -> int:
         return rows * (
             layers * shape.channels * dtype.itemsize + 2 * shape.columns * dtype.itemsize + 2 * 4 * shape.columns
         )
+    if isinstance(shape, KdaShape):
+        # Beside columns, tokens and what a chunk has of them, decays between the tokens of a chunk, should these be written at all.
+        factors = 3 * 4 * shape.width + dtype.itemsize * shape.channels
+        return rows * (layers * factors + 2 * shape.columns * dtype.itemsize + (12 + CHUNK) * 4 * shape.width)
     factors = (
         4 * (shape.key_heads * shape.key_dim + shape.value_heads * (shape.value_dim + 1))
         + dtype.itemsize * shape.channels

@@ -71,6 +71,10 @@ def plan_engine(target: Checkpoint, drafter: Checkpoint | None, options: LoadOpt
     ranks = local_ranks(options.tp, dealt=dealt)
     check_cache_dtype(target.config, options.cache_dtype)
     check_query_dtype(target.config, options.query_dtype)
+    if options.weight_dtype is not None and layer_traits(target.config).streams > 1:
+        raise ParameterError(
+            f"weight_dtype={options.weight_dtype!r} was not tried with layers of several residual streams: leave it out"
+        )
     kept = without_layers(target.config, options.cache_dtype, options.cache_dtype_skip_layers)
     if draft is None and options.draft_cache_dtype is not None:
         raise ParameterError(f"draft_cache_dtype must be left out without a drafter, got {options.draft_cache_dtype!r}")

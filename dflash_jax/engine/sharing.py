@@ -57,9 +57,10 @@ def _check_dealing(target: DecoderConfig, draft: DFlashConfig | None, options: L
         raise ParameterError(
             f"{subject} must be 1 or {most}, the devices of tp={options.tp} that keep the same keys of {name}, got {dealt}"
         )
-    if traits.attention == "heads" and (traits.window or traits.sinks or traits.normed_out):
+    if traits.attention == "heads" and (traits.window or traits.sinks or traits.normed_out or traits.uneven_heads):
         raise ParameterError(
-            f"{subject}={dealt} is not there for {name}, whose layers have windows, attention sinks or soft caps: leave it out"
+            f"{subject}={dealt} is not there for {name}, whose layers have windows, attention sinks, soft caps or heads of "
+            "several kinds: leave it out"
         )
     if traits.attention == "heads" and options.cache_dtype is not None:
         raise ParameterError(
@@ -87,13 +88,16 @@ def _refusals(config: DecoderConfig, ranks: int) -> Iterator[str]:
     traits = layer_traits(config)
     if traits.short_conv:
         yield "short convolutions are not shared"
+    if traits.streams > 1:
+        yield "layers with several residual streams are not shared"
     if traits.normed_together and traits.kv_heads % ranks:
         yield f"{traits.kv_heads} key heads, which are normed together, are no multiple of {ranks}"
     for heads in ("linear_key_heads", "linear_value_heads"):
         if (count := getattr(config, heads, 0)) % ranks:
             yield f"{count} {heads.removeprefix('linear_').replace('_', ' ')} of gated delta nets are no multiple of {ranks}"
-    if traits.heads % ranks:
-        yield f"{traits.heads} query heads are no multiple of {ranks}"
+    for count in dict.fromkeys((traits.heads, *getattr(config, "layer_heads", ()))):
+        if count % ranks:
+            yield f"{count} query heads are no multiple of {ranks}"
     counts = [traits.kv_heads] + ([] if traits.full_heads is None else [traits.full_heads[0]])
     for count in dict.fromkeys(counts if traits.attention == "heads" else ()):
         if count % ranks and ranks % count:

@@ -40,7 +40,7 @@ def context_products(
         if projection is None or not decodes:
             context = drafter.context(features)
         else:
-            context = drafter.hidden_norm(multiplied(projection, features, live))
+            context = drafter.of_projected(multiplied(projection, drafter.normed(features), live))
         return multiplied(drafter.context_kv_proj, context, live)
     first, norm, second = projection.weight[...], drafter.hidden_norm, drafter.context_kv_proj.weight[...]
     rows = features.reshape(-1, features.shape[-1])

@@ -302,6 +302,8 @@ def exact_refusals(traits: LayerTraits, tokens: int, cache_dtype: str | None = N
         reasons.append("sublayers are convolved along the tokens")
     if traits.short_conv:
         reasons.append("short convolutions were not tried in other company")
+    if traits.uneven_heads:
+        reasons.append("heads that are gated or differ by layer were not tried in other company")
     hopper = target().capability == HOPPER
     if traits.attention == "latent" and cache_dtype == "fp8" and tokens > 1 and tokens * traits.heads <= NARROW_ROWS:
         reasons.append(
@@ -348,6 +350,8 @@ def _layers_refusal(traits: LayerTraits, activation: Activation = "silu") -> str
         return "some layers are short convolutions, which no fused runner has"
     if traits.normed_together:
         return "queries and keys are normed over all heads at once, which no fused runner does"
+    if traits.uneven_heads:
+        return "heads are gated one by one, differ by layer or have values of another size, which no fused runner does"
     if traits.normed_out:
         return "what comes out of a sublayer is normed before it is added, for which kernels have no epilogue"
     if traits.activation != activation:
@@ -580,6 +584,8 @@ def _one_launch_refusal(params: Mapping[str, Any], rows: int, dtype: jnp.dtype) 
         return "the projections' weights are quantized"
     if "context_kv_proj.bias" in params:
         return "the projection to keys and values has a bias"
+    if "feature_norms.weight" in params:
+        return "features are normed before the projection and once more after it, which the kernel lacks"
     if "layers.0.attn_out_norm.weight" in params:
         return "the norm's weight is applied in float32, the kernel rounds before it"
     return linear_chain_refusal(rows, dtype, depth=first.shape[1], hidden=first.shape[0], features=second.shape[0])

@@ -47,13 +47,13 @@ class Planned:
         self,
         layers: Sequence[Any],
         norm: Norm,
-        x: Float[Array, "B T D"],
+        x: Float[Array, "B T *streams D"],
         rotary: Rotary,
         attend: Any,
         cache: Cache,
         *,
         normed: Float[Array, "B T D"] | None = None,
-    ) -> tuple[list[Float[Array, "B T D"]], Float[Array, "B T D"], Cache]:
+    ) -> tuple[list[Float[Array, "B T *streams D"]], Float[Array, "B T D"], Cache]:
         if self.plan.runner == "plain":
             return ONE_BY_ONE(layers, norm, x, rotary, attend, cache)
         first: jax.Array = layers[0].input_norm(x) if normed is None else normed

@@ -98,8 +98,8 @@ class Decoder(nnx.Module):
         if given is not None:
             x, normed = jnp.where(given[0][:, :, None], given[1].astype(x.dtype), x), None
         layers, rotary = self.layers_for(ids, x), self.rotary(positions)
-        streams, hidden, cache = run(layers, self.norm, x, rotary, attend, cache, normed=normed)
-        tapped = [hidden if tap == FINAL_HIDDEN else x if tap < 0 else streams[tap] for tap in taps]
+        streams, hidden, cache = run(layers, self.norm, self.spread(x), rotary, attend, cache, normed=normed)
+        tapped = [hidden if tap == FINAL_HIDDEN else x if tap < 0 else self.tapped(streams[tap]) for tap in taps]
         features = jnp.concatenate(tapped, axis=-1) if tapped else jnp.zeros((*ids.shape, 0), x.dtype)
         return hidden, features, cache
 
@@ -107,6 +107,14 @@ class Decoder(nnx.Module):
         """The layers as they are called for tokens with the embeddings x: layers that take more than the stream are given it."""
         del ids, x  # of no use to most
         return self.layers
+
+    def spread(self, x: Float[Array, "B T D"]) -> Array:
+        """The first layer's input, from embeddings."""
+        return x
+
+    def tapped(self, stream: Array) -> Float[Array, "B T D"]:
+        """What drafters read of a layer's output."""
+        return stream
 
     def rotary(self, positions: Int[Array, "B T *axes"]) -> Rotary:
         """The rotation at `positions` that all layers share."""

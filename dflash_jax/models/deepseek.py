@@ -418,7 +418,7 @@ def deepseek_parameters(
     for i in range(config.num_layers):
         ours, theirs = f"layers.{i}.", f"model.layers.{i}."
         table.append(single(f"{ours}input_norm.weight", f"{theirs}input_layernorm.weight", (d,)))
-        table += _attention_parameters(config, f"{ours}attn.", f"{theirs}self_attn.")
+        table += latent_parameters(config, f"{ours}attn.", f"{theirs}self_attn.")
         table += [] if beside is None else beside(i, f"{ours}attn.", f"{theirs}self_attn.")
         table.append(single(f"{ours}post_norm.weight", f"{theirs}post_attention_layernorm.weight", (d,)))
         if i < config.num_dense_layers:
@@ -428,7 +428,8 @@ def deepseek_parameters(
     return target_parameters(config, table, tied=config.tie_embeddings)
 
 
-def _attention_parameters(config: DeepseekConfig, ours: str, theirs: str) -> list[Parameter]:
+def latent_parameters(config: DeepseekConfig, ours: str, theirs: str) -> list[Parameter]:
+    """Parameters of one layer's latent attention."""
     d, n, latent, rank = config.hidden_size, config.num_heads, config.kv_lora_rank, config.q_lora_rank
     values = n * config.v_head_dim
     queries, expanded = by_rows((n * config.head_dim, n)), n * config.qk_nope_head_dim + values

@@ -100,7 +100,7 @@ class SparseDeepseekConfig(DeepseekConfig):
         keys = KeyReader(f"config.json ({GLM if glm else V32})", values, notices)
         decoder, experts = decoder_keys(keys), expert_keys(keys, V3)
         layers = decoder["num_layers"]
-        experts["num_dense_layers"] = _dense_layers(keys, layers, experts["num_dense_layers"])
+        experts["num_dense_layers"] = dense_layers(keys, layers, experts["num_dense_layers"])
         _check_kinds(keys, layers)
         keys.integer("q_lora_rank")
         config = cls(
@@ -126,7 +126,7 @@ def _check_kinds(keys: KeyReader, layers: int) -> None:
         )
 
 
-def _dense_layers(keys: KeyReader, layers: int, counted: int) -> int:
+def dense_layers(keys: KeyReader, layers: int, counted: int) -> int:
     """Leading layers without experts: as `mlp_layer_types` lists them, otherwise `counted`.
 
     Raises:
@@ -182,7 +182,7 @@ def _indexers(keys: KeyReader, layers: int) -> tuple[bool, ...]:
 class Indexer(nnx.Module):
     """Queries, keys and weights by which a layer chooses the tokens that its queries see."""
 
-    def __init__(self, config: SparseDeepseekConfig):
+    def __init__(self, config: Any):
         self.config = config
         heads, width = config.index_heads, config.index_head_dim
         self.q_proj = Linear(heads * width, config.q_lora_rank or 0)
@@ -190,7 +190,7 @@ class Indexer(nnx.Module):
         self.k_norm = LayerNorm(width, INDEX_NORM_EPS)
         self.weights_proj = Linear(heads, config.hidden_size)
 
-    def __call__(self, x: Array, q_latent: Array, rotary: Rotary) -> IndexRows:
+    def __call__(self, x: Array, q_latent: Array, rotary: Any) -> IndexRows:
         """Index queries, keys and weights of the layer's normed input `x [B,T,D]` and the queries' normed latent `[B,T,Rq]`."""
         config = self.config
         q = self.q_proj(q_latent).reshape(*x.shape[:-1], config.index_heads, config.index_head_dim)
@@ -201,7 +201,7 @@ class Indexer(nnx.Module):
         factor = (config.index_heads * config.index_head_dim) ** -0.5
         return IndexRows(self.turned(q, rotary), self.turned(k, rotary)[..., 0, :], weights * factor)
 
-    def turned(self, x: Array, rotary: Rotary) -> Array:
+    def turned(self, x: Array, rotary: Any) -> Array:
         """Heads with their first dimensions rotated."""
         if not self.config.index_interleaved:
             return rotate(x, rotary)
@@ -242,23 +242,20 @@ def sparse_parameters(config: SparseDeepseekConfig) -> tuple[Parameter, ...]:
     """Parameters of a checkpoint with latent attention and indexers; layers without one have no tensors of it."""
 
     def indexer(layer: int, ours: str, theirs: str) -> list[Parameter]:
-        if not config.indexers[layer]:
-            return []
-        heads, width, ours, theirs = config.index_heads, config.index_head_dim, f"{ours}indexer.", f"{theirs}indexer."
-        shapes = {
-            ("q_proj", "wq_b"): (heads * width, config.q_lora_rank or 0), ("k_proj", "wk"): (width, config.hidden_size),
-            ("weights_proj", "weights_proj"): (heads, config.hidden_size),
-        }  # fmt: skip
-        return [
-            *(
-                single(f"{ours}{our}.weight", f"{theirs}{their}.weight", shape)
-                for (our, their), shape in shapes.items()
-            ),
-            # float32 in the released files, among bfloat16 weights.
-            *(
-                single(f"{ours}k_norm.{part}", f"{theirs}k_norm.{part}", (width,), "float32")
-                for part in ("weight", "bias")
-            ),
-        ]
+        return indexer_parameters(config, f"{ours}indexer.", f"{theirs}indexer.") if config.indexers[layer] else []
 
     return deepseek_parameters(config, indexer)
+
+
+def indexer_parameters(config: Any, ours: str, theirs: str) -> list[Parameter]:
+    """Parameters of one `Indexer`."""
+    heads, width = config.index_heads, config.index_head_dim
+    shapes = {
+        ("q_proj", "wq_b"): (heads * width, config.q_lora_rank or 0), ("k_proj", "wk"): (width, config.hidden_size),
+        ("weights_proj", "weights_proj"): (heads, config.hidden_size),
+    }  # fmt: skip
+    return [
+        *(single(f"{ours}{our}.weight", f"{theirs}{their}.weight", shape) for (our, their), shape in shapes.items()),
+        # float32 in the released files, among bfloat16 weights.
+        *(single(f"{ours}k_norm.{part}", f"{theirs}k_norm.{part}", (width,), "float32") for part in ("weight", "bias")),
+    ]

@@ -18,6 +18,12 @@ from dflash_jax.models.decoder import Embedding
 from dflash_jax.models.dflash_config import DFlashConfig
 from dflash_jax.models.draft_conv import ConvolvedLayer, conv_parameters
 from dflash_jax.models.draft_gemma import gemma4_draft_layers, gemma4_draft_parameters
+from dflash_jax.models.draft_laguna import (
+    FeatureNorms,
+    laguna_draft_layers,
+    laguna_draft_parameters,
+    laguna_draft_traits,
+)
 from dflash_jax.models.gemma import gemma_traits
 from dflash_jax.models.heads import Block, head_module, head_parameters
 from dflash_jax.models.layers import (
@@ -51,9 +57,11 @@ SHARED_HEAD, HEAD_INDEX = "shared.lm_head.weight", "index.lm_head.weight"
 
 
 def dflash_traits(config: DFlashConfig) -> LayerTraits:
-    """Layers of the dense Qwen3 kind, with sinks and a factor on values where a checkpoint says so, or Gemma 4's."""
+    """Layers of the dense Qwen3 kind, with sinks and a factor on values where a checkpoint says so, Gemma 4's or Laguna's."""
     if config.gemma4:
         return gemma_traits(config, normed_values=True)
+    if config.laguna:
+        return laguna_draft_traits(config)
     return decoder_traits(
         config, sinks=config.sinks, value_scale=config.value_scale, convolved=config.conv_taps > 0, activation=config.activation
     )  # fmt: skip
@@ -66,6 +74,8 @@ class DFlash(nnx.Module):
         d = config.hidden_size
         self.config = config
         self.fc = Linear(d, len(config.target_layer_ids) * config.target_hidden_size) if config.projects else None
+        taps, width = len(config.target_layer_ids), config.target_hidden_size
+        self.feature_norms = FeatureNorms(taps, width, config.norm_eps) if config.laguna else None
         norm = WideNorm if config.gemma4 else RMSNorm
         self.hidden_norm = norm(d, config.norm_eps)
         self.layers = nnx.List(_layers(config))
@@ -80,7 +90,17 @@ class DFlash(nnx.Module):
 
     def context(self, features: Float[Array, "... nD"]) -> Float[Array, "... D"]:
         """Tapped features, concatenated in list order, to the context states that all layers share (project, then norm)."""
-        return self.hidden_norm(features if self.fc is None else self.fc(features))
+        features = self.normed(features)
+        return self.of_projected(features if self.fc is None else self.fc(features))
+
+    def normed(self, features: Float[Array, "... nD"]) -> Float[Array, "... nD"]:
+        """Features as they are projected: each normed by itself in drafters that do so."""
+        return features if self.feature_norms is None else self.feature_norms(features)
+
+    def of_projected(self, products: Float[Array, "... D"]) -> Float[Array, "... D"]:
+        """Context states of the projection's result. Where every layer norms them again, its weights are `context_kv_proj`'s."""
+        states = self.hidden_norm(products)
+        return unit_norm(states, self.config.norm_eps) if self.config.laguna else states
 
     def context_kv(
         self, context: Float[Array, "B C D"], positions: Int[Array, "B C"]
@@ -244,6 +264,8 @@ class DFlash(nnx.Module):
 def _layers(config: DFlashConfig) -> list[Any]:
     if config.gemma4:
         return [*gemma4_draft_layers(config.gemma4_layers, config.causal)]
+    if config.laguna:
+        return [*laguna_draft_layers(config, config.gating, config.causal)]
     traits, layer = dflash_traits(config), DecoderLayer
     if config.conv_taps:
         layer = partial(ConvolvedLayer, taps=config.conv_taps, group=config.conv_group)
@@ -252,15 +274,20 @@ def _layers(config: DFlashConfig) -> list[Any]:
 
 def fuse_context_projection(config: DFlashConfig, params: Mapping[str, Array]) -> dict[str, Array]:
     """`params` with every layer's K and V rows also stacked into `context_kv_proj`, as `DFlash.context_kv` reads them: rows of keys
-    that turn in pairs as `rotate` pairs them.
+    that turn in pairs as `rotate` pairs them, and columns times the weights of the layer's input norm where it norms the context.
 
     A copy, not a view: a slice of a large parameter would be copied in every cycle instead.
     """
     queries, traits = config.num_heads * config.head_dim, dflash_traits(config)
     kinds = ("weight", "bias") if config.attention_bias else ("weight",)
 
+    end = queries + 2 * config.num_kv_heads * config.head_dim if config.laguna else None
+
     def rows(name: str) -> Array:
-        both = params[name][queries:]
+        both = params[name][queries:end]
+        if config.laguna:
+            weights = params[name.replace("attn.qkv_proj", "input_norm")].astype(jnp.float32)
+            both = (both.astype(jnp.float32) * weights).astype(both.dtype)
         if not traits.paired:
             return both
         heads = jnp.moveaxis(both.reshape(2, config.num_kv_heads, config.head_dim, -1), 2, -1)
@@ -280,11 +307,13 @@ def dflash_parameters(config: DFlashConfig) -> tuple[Parameter, ...]:
     """Parameters of a DFlash checkpoint: 3 + 11 tensors a layer, and what it brings itself."""
     d, rows = config.hidden_size, config.draft_vocab_size or config.vocab_size
     features = len(config.target_layer_ids) * config.target_hidden_size
-    layers = (
-        gemma4_draft_parameters(config.gemma4_layers)
-        if config.gemma4
-        else decoder_parameters(config, "", dflash_traits(config))
-    )
+    if config.gemma4:
+        layers = gemma4_draft_parameters(config.gemma4_layers)
+    elif config.laguna:
+        taps, how = len(config.target_layer_ids), config.gating
+        layers = laguna_draft_parameters(config, taps, config.target_hidden_size, how, joined=config.joined_rows)
+    else:
+        layers = decoder_parameters(config, "", dflash_traits(config))
     table = [
         *((single("fc.weight", "fc.weight", (d, features)),) if config.projects else ()),
         single("hidden_norm.weight", "hidden_norm.weight", (d,)),

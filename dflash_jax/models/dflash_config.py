@@ -1,8 +1,8 @@
 """Configuration of a DFlash drafter (arXiv 2602.06036), read from the `config.json` its checkpoints carry.
 
 Which member of the family a checkpoint is, v1, DFlash 2 or DSpark, is told by its keys and by its tensors, and so is whether its
-layers are Qwen3's or Gemma 4's. Names of architectures mean different things to different engines and are only held against what
-is there.
+layers are Qwen3's, Gemma 4's or Laguna's. Names of architectures mean different things to different engines and are only held
+against what is there.
 
 Two libraries write such files. The speculators library has the decoder's keys under `transformer_layer_config`, counts tapped
 layers from 1 (0 is the embedding's output), and has a key of its own for whether sliding layers see a whole block; its weights have
@@ -37,15 +37,18 @@ from dflash_jax.models.draft_gemma import (
     gemma4_of,
     has_gemma4_layers,
 )
+from dflash_jax.models.draft_laguna import ARCHITECTURE as LAGUNA
+from dflash_jax.models.draft_laguna import UNGATED, has_laguna_layers, laguna_draft_fields
 from dflash_jax.models.gemma4 import Gemma4Config
 from dflash_jax.models.heads import HeadConfig, Sizes, Source, head_from_dict, read_head
 from dflash_jax.models.heads.reading import missing
+from dflash_jax.models.laguna import PER_ELEMENT, PER_HEAD
 from dflash_jax.models.traits import Activation
 
 # DeepSpec's names, the one of SpecForge and of its kin, and Liquid AI's: their trainers always draft from the anchor.
 GEMMA4 = ("Gemma4DSparkModel",)
 FROM_ANCHOR = ("Qwen3DSparkModel", "DSparkDraftModel", "Lfm2DSparkDraftModel", *GEMMA4)
-LAYER_KINDS = ("qwen3", "gemma4")
+LAYER_KINDS = ("qwen3", "gemma4", "laguna")
 # Of the feed-forwards of Qwen3's layers: trainers copy their target's.
 ACTIVATIONS: Mapping[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 # Parts of a target's rotation that trainers copy and layers of Qwen3 do not read: how pictures turn, whose tokens are places to a
@@ -63,7 +66,7 @@ DFLASH2 = (
 MUSE_ASSISTANT = "MuseGlimmerAssistantModel"
 # Names of one layout: z-lab's, those of the speculators library, and NeMo Automodel's.
 ARCHITECTURES = (
-    "DFlashDraftModel", "DFlashForCausalLM", "DFlashSpeculator", "Qwen3DFlashDraftModel", MUSE_ASSISTANT, *DFLASH2,
+    "DFlashDraftModel", "DFlashForCausalLM", "DFlashSpeculator", "Qwen3DFlashDraftModel", LAGUNA, MUSE_ASSISTANT, *DFLASH2,
     "DSparkSpeculator", *FROM_ANCHOR, "DominoDraftModel", "LiLiCorrDraftModel", "Qwen3XPressModel", "XPressSpeculator",
 )  # fmt: skip
 # Keys of the published files that describe the target or the training run and change nothing here.
@@ -110,6 +113,8 @@ class DFlashConfig(DecoderConfig):
       layer_kind: whose layers it has, one of `LAYER_KINDS`.
       activation: of the feed-forwards of Qwen3's layers.
       keys_as_values: of Gemma 4's layers, whether they have no projection to values and take keys for them.
+      gating: of Laguna's layers, whether gates are heads' or their entries', or there are none.
+      joined_rows: of Laguna's layers, whether a checkpoint has queries, keys and values in one tensor.
     """
 
     block_size: int = 16
@@ -134,6 +139,8 @@ class DFlashConfig(DecoderConfig):
     layer_kind: str = "qwen3"
     activation: str = "silu"
     keys_as_values: bool = False
+    gating: str = UNGATED
+    joined_rows: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -152,13 +159,19 @@ class DFlashConfig(DecoderConfig):
             raise ConfigError(f"{type(self).__name__}: activation cannot be {shown(self.activation)}")
         if self.layer_kind not in LAYER_KINDS or (self.keys_as_values and not self.gemma4):
             raise ConfigError(
-                f"{type(self).__name__}: layer_kind must be {' or '.join(LAYER_KINDS)}, the latter where keys are taken for "
-                f"values, got {shown(self.layer_kind)}"
+                f"{type(self).__name__}: layer_kind must be {', '.join(LAYER_KINDS)}, gemma4 where keys are taken for values, got "
+                f"{shown(self.layer_kind)}"
             )
-        if self.gemma4 and (self.conv_taps or self.sinks or self.value_scale != 1.0 or any(self.windows)):
+        if self.gating not in (UNGATED, PER_HEAD, PER_ELEMENT) or (self.gating != UNGATED and not self.laguna):
             raise ConfigError(
-                f"{type(self).__name__}: convolutions, attention sinks, a factor on values and windows are not known of drafters "
-                "with layers of Gemma 4; expected none of them"
+                f"{type(self).__name__}: gating cannot be {shown(self.gating)} of layers of {self.layer_kind}"
+            )
+        other = self.conv_taps or self.sinks or self.value_scale != 1.0
+        if (self.gemma4 and (other or any(self.windows))) or (self.laguna and (other or not self.projects)):
+            raise ConfigError(
+                f"{type(self).__name__}: convolutions, attention sinks and a factor on values are not known of drafters with "
+                f"layers of {self.layer_kind}, nor windows with Gemma 4's and no projection of features with Laguna's; expected "
+                "none of them"
             )
         if self.gemma4:
             _ = self.gemma4_layers  # which checks that heads can be
@@ -182,6 +195,11 @@ class DFlashConfig(DecoderConfig):
     def gemma4(self) -> bool:
         """Whether its layers are Gemma 4's."""
         return self.layer_kind == "gemma4"
+
+    @property
+    def laguna(self) -> bool:
+        """Whether its layers are Laguna's."""
+        return self.layer_kind == "laguna"
 
     @property
     def gemma4_layers(self) -> Gemma4Config:
@@ -223,7 +241,7 @@ class DFlashConfig(DecoderConfig):
         there were other layers Qwen3's."""
         given = {
             "conv_taps": 0, "conv_group": 0, "head": None, "layer_kind": "qwen3", "keys_as_values": False, "activation": "silu",
-            **values,
+            "gating": UNGATED, "joined_rows": False, **values,
         }  # fmt: skip
         config = super().from_dict(given | {"head": head_from_dict(given["head"])})
         assert isinstance(config, cls)
@@ -375,6 +393,8 @@ def _layers(
     if turns_pairs(top, nested):
         fields["rope"] = replace(fields["rope"], paired=True)
     windows, causal = _windows(source, fields["windows"], top)
+    if has_laguna_layers(top, names):
+        fields = laguna_draft_fields(top, fields, names)
     return fields | {"windows": windows}, causal
 
 

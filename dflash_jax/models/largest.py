@@ -3,6 +3,7 @@ than to compare all of them with each other."""
 
 import jax
 import jax.numpy as jnp
+from dflash_kernels.core.device import target
 from jaxtyping import Array, Float, Int
 
 CHUNK, LONG_CHUNK = 16, 64
@@ -10,7 +11,17 @@ FEW = 512  # that are compared with each other at most; more are sorted
 
 
 def largest(rows: Float[Array, "*R V"], count: int) -> tuple[Float[Array, "*R C"], Int[Array, "*R C"]]:
-    """As `jax.lax.top_k`: in descending order, of equal ones the first; no NaN.
+    """As `jax.lax.top_k`: in descending order, of equal ones the first; no NaN. On a CPU it is `jax.lax.top_k`."""
+    if (
+        target().platform == "cpu"
+    ):  # which compares every two of 512 numbers in longer than all else of a small model's cycle
+        values, places = jax.lax.top_k(rows, count)
+        return values, places
+    return largest_of_chunks(rows, count)
+
+
+def largest_of_chunks(rows: Float[Array, "*R V"], count: int) -> tuple[Float[Array, "*R C"], Int[Array, "*R C"]]:
+    """What `largest` is on a GPU: no long row is sorted.
 
     No number can be among them whose chunk is not among the `count` chunks of the largest maxima, the first of equal ones: each of
     those holds one that comes before it.
@@ -20,7 +31,7 @@ def largest(rows: Float[Array, "*R V"], count: int) -> tuple[Float[Array, "*R C"
         return _ordered(rows, jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), rows.shape), count)
     ends = [(0, 0)] * (rows.ndim - 1) + [(0, -size % chunk)]
     chunks = jnp.pad(rows, ends, constant_values=-jnp.inf).reshape(*rows.shape[:-1], -1, chunk)
-    _, best = largest(jnp.max(chunks, axis=-1), count)
+    _, best = largest_of_chunks(jnp.max(chunks, axis=-1), count)
     inside = jnp.take_along_axis(chunks, best[..., None], axis=-2).reshape(*rows.shape[:-1], -1)
     places = (best[..., None] * chunk + jnp.arange(chunk, dtype=jnp.int32)).reshape(inside.shape)
     return _ordered(inside, places, count)

@@ -85,6 +85,28 @@ class IndexedAttend(Protocol):
         ...
 
 
+class PooledRows(NamedTuple):
+    """Outputs of an indexer of pools for tokens: queries `[B,T,I,E]`, keys `[B,T,E]` and logits of their weights in a pool, float32
+    weights `[B,T,I]` of its heads, and logits of the places in a pool `[p,E]`.
+    """
+
+    q: Array
+    k: Array
+    logits: Array
+    weights: Array
+    places: Array
+
+
+@runtime_checkable
+class PooledAttend(Protocol):
+    """Attention of each query to the latent rows of whole pools that an indexer chooses for it."""
+
+    def pooled(self, layer: Any, q: Array, row: Array, index: PooledRows, cache: Cache) -> tuple[Array, Cache]:
+        """As `LatentAttend.latent` of rows that nothing rotates, over the pools with `layer.config.index_topk` tokens that have the
+        best scores, and the tokens behind the last whole pool."""
+        ...
+
+
 def linear(x: Float[Array, "... D"], weight: Float[Array, "F D"] | Quantised | ColumnBlocks) -> Float[Array, "... F"]:
     """`x @ weight.T`. float32 stays float32 on GPUs, where XLA would otherwise round operands to tf32."""
     if isinstance(weight, Quantised):
@@ -250,14 +272,15 @@ class Runner(Protocol):
         self,
         layers: Sequence[Any],
         norm: "Norm",
-        x: Float[Array, "B T D"],
+        x: Float[Array, "B T *streams D"],
         rotary: Rotary,
         attend: Any,
         cache: Cache,
         *,
         normed: Float[Array, "B T D"] | None = None,
-    ) -> tuple[list[Float[Array, "B T D"]], Float[Array, "B T D"], Cache]:
-        """The residual stream after each layer, the last one after `norm`, and the cache that all layers' attention has left.
+    ) -> tuple[list[Float[Array, "B T *streams D"]], Float[Array, "B T D"], Cache]:
+        """The residual stream, or several of them, after each layer, the last one after `norm`, and the cache that all layers'
+        attention has left.
 
         `normed`: x after the first layer's norm.
         """
@@ -276,13 +299,13 @@ class OneByOne:
         self,
         layers: Sequence[Any],
         norm: "Norm",
-        x: Float[Array, "B T D"],
+        x: Float[Array, "B T *streams D"],
         rotary: Rotary,
         attend: Any,
         cache: Cache,
         *,
         normed: Float[Array, "B T D"] | None = None,
-    ) -> tuple[list[Float[Array, "B T D"]], Float[Array, "B T D"], Cache]:
+    ) -> tuple[list[Float[Array, "B T *streams D"]], Float[Array, "B T D"], Cache]:
         streams = []
         for layer in layers:
             x, cache = layer(x, rotary, attend, cache)
@@ -514,19 +537,37 @@ class RecurrentMixer(nnx.Module):
         return self.out_proj(out), cache
 
 
+def gated(both: Float[Array, "... F2"], activation: Activation, limit: float | None) -> Float[Array, "... F"]:
+    """Of gates and what they multiply, both side by side; `limit` bounds gates from above and the others from both sides."""
+    gate, up = jnp.split(both, 2, axis=-1)
+    if limit is not None:
+        gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    return ACTIVATIONS[activation](gate) * up
+
+
 class MLP(nnx.Module):
     """Gated feed-forward (SwiGLU with silu); gate and up are one matrix `[2F, D]`.
 
     Args:
       summed: what ranks multiply is added up; False for who adds more to it first.
+      limit: see `gated`.
     """
 
     routed = False
 
-    def __init__(self, hidden: int, inner: int, activation: Activation = "silu", *, summed: bool = True):
+    def __init__(
+        self,
+        hidden: int,
+        inner: int,
+        activation: Activation = "silu",
+        *,
+        summed: bool = True,
+        limit: float | None = None,
+    ):
         self.gate_up_proj = Linear(2 * inner, hidden)
         self.down_proj = (SummedLinear if summed else Linear)(hidden, inner)
         self.activation: Activation = activation
+        self.limit = limit
 
     def __call__(self, x: Array) -> Array:
         return self.down_proj(self._inner(x))
@@ -536,8 +577,7 @@ class MLP(nnx.Module):
         return linear(self._inner(x), self.down_proj.weight[...])
 
     def _inner(self, x: Array) -> Array:
-        gate, up = jnp.split(self.gate_up_proj(x), 2, axis=-1)
-        return ACTIVATIONS[self.activation](gate) * up
+        return gated(self.gate_up_proj(x), self.activation, self.limit)
 
 
 class PreNormLayer(nnx.Module):

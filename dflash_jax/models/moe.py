@@ -23,7 +23,7 @@ from dflash_kernels import (
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from dflash_jax.models.layers import ACTIVATIONS, MLP, Linear
+from dflash_jax.models.layers import MLP, Linear, gated
 from dflash_jax.models.parameters import Parameter, Source, single
 from dflash_jax.models.traits import Activation, ExpertTraits
 from dflash_jax.parallel.collectives import own_rank, ranks_here, reduced
@@ -154,10 +154,19 @@ class Experts(nnx.Module):
     Args:
       shared: there is one more, the last one, which every token takes.
       activation: of the gates. Kernels have silu; others are XLA's.
+      limit: see `layers.gated`; of XLA alone.
     """
 
-    def __init__(self, config: ExpertsConfig, *, shared: bool = False, activation: Activation = "silu"):
+    def __init__(
+        self,
+        config: ExpertsConfig,
+        *,
+        shared: bool = False,
+        activation: Activation = "silu",
+        limit: float | None = None,
+    ):
         self.activation: Activation = activation
+        self.limit, self.in_kernels = limit, activation == "silu" and limit is None
         self.shared = shared
         e, d, f = config.num_experts + shared, config.hidden_size, config.moe_intermediate_size
         self.hidden, self.inner = d, f
@@ -182,7 +191,7 @@ class Experts(nnx.Module):
         if experts.size <= self.count:
             return self.chosen(x, experts, weights)
         if (
-            self.activation == "silu"
+            self.in_kernels
             and experts.size >= MANY * self.count
             and grouped_linear_refusal(x.dtype, hidden=self.hidden, inner=self.inner) is None
         ):
@@ -195,7 +204,7 @@ class Experts(nnx.Module):
         512 tokens of 8 experts among 128 (an H200, bfloat16) take 0.42 ms, 0.73 in blocks; of 6 among 64, 0.38 and 0.56.
         """
         sizes = {"experts": self.count, "hidden": self.hidden, "inner": self.inner}
-        return self.activation == "silu" and routed_experts_refusal(tokens, taken, dtype, **sizes) is None
+        return self.in_kernels and routed_experts_refusal(tokens, taken, dtype, **sizes) is None
 
     def parts(
         self, x: Float[Array, "T D"], router: Router, logits: Float[Array, "T E"], exchange: Any = None
@@ -260,8 +269,7 @@ class Experts(nnx.Module):
         return kept.sum(axis=0).astype(x.dtype)
 
     def _gated(self, both: Float[Array, "... F2"]) -> Float[Array, "... F"]:
-        gate, up = jnp.split(both, 2, axis=-1)
-        return ACTIVATIONS[self.activation](gate) * up
+        return gated(both, self.activation, self.limit)
 
     def _by_expert(self, matrix: Linear) -> Float[Array, "E out in"]:
         weight = matrix.weight[...]
@@ -312,15 +320,18 @@ class MoE(nnx.Module):
     Args:
       shared: that width; None for that of `num_shared_experts` routed ones.
       gated: whether a token weights what its shared experts give, by the sigmoid of one product.
+      limit: of all experts, see `layers.gated`.
     """
 
     routed = True
 
-    def __init__(self, config: ExpertsConfig, *, shared: int | None = None, gated: bool = False):
+    def __init__(
+        self, config: ExpertsConfig, *, shared: int | None = None, gated: bool = False, limit: float | None = None
+    ):
         shared = config.moe_intermediate_size * config.num_shared_experts if shared is None else shared
         among = gated and shared_among_routed(config, shared)
-        self.router, self.experts = Router(config, shared=among), Experts(config, shared=among)
-        self.shared = MLP(config.hidden_size, shared, summed=False) if shared and not among else None
+        self.router, self.experts = Router(config, shared=among), Experts(config, shared=among, limit=limit)
+        self.shared = MLP(config.hidden_size, shared, summed=False, limit=limit) if shared and not among else None
         self.shared_gate = Linear(1, config.hidden_size) if gated and not among else None
 
     def __call__(self, x: Float[Array, "... D"]) -> Float[Array, "... D"]:

@@ -47,6 +47,15 @@ from dflash_jax.models.gemma4 import (
     gemma4_parameters,
     gemma4_traits,
 )
+from dflash_jax.models.glm5_next import ARCHITECTURES as GLM5_NEXT_ARCHITECTURES
+from dflash_jax.models.glm5_next import MODEL_TYPES as GLM5_NEXT_TYPES
+from dflash_jax.models.glm5_next import (
+    Glm5Next,
+    Glm5NextConfig,
+    glm5_next_canonical,
+    glm5_next_parameters,
+    glm5_next_traits,
+)
 from dflash_jax.models.gpt_oss import (
     GptOss,
     GptOssConfig,
@@ -55,6 +64,7 @@ from dflash_jax.models.gpt_oss import (
     gpt_oss_parameters,
     gpt_oss_traits,
 )
+from dflash_jax.models.laguna import Laguna, LagunaConfig, laguna_canonical, laguna_parameters, laguna_traits
 from dflash_jax.models.lfm2 import ARCHITECTURES as LFM2_ARCHITECTURES
 from dflash_jax.models.lfm2 import MODEL_TYPES as LFM2_TYPES
 from dflash_jax.models.lfm2 import Lfm2, Lfm2Config, lfm2_canonical, lfm2_parameters, lfm2_traits
@@ -198,6 +208,15 @@ def _indexed(config: SparseDeepseekConfig) -> dict[str, Any]:
     return _latent(config) | index
 
 
+def _pooled(config: Glm5NextConfig) -> dict[str, Any]:
+    index = {
+        "index_width": config.index_row_width,
+        "index_layers": config.cached_layers,
+        "index_topk": config.index_topk,
+    }
+    return {"full_attention_layers": config.cached_layers, "streams": config.streams} | _latent(config) | index
+
+
 def _hybrid(config: Qwen35Config) -> dict[str, Any]:
     return {"full_attention_layers": config.cached_layers} | (_experts(config) if config.num_experts else {})
 
@@ -215,7 +234,7 @@ def _block(config: DFlashConfig) -> dict[str, Any]:
     head = "v1" if config.head is None else config.head.kind
     taps = list(config.target_layer_ids) if config.projects else "none, the final norm's output"
     facts = {"block_size": config.block_size, "tapped_layers": taps, "draft_head": head}
-    return facts | ({"layers_of": config.layer_kind} if config.gemma4 else {})
+    return facts | ({} if config.layer_kind == "qwen3" else {"layers_of": config.layer_kind})
 
 
 FAMILIES = (
@@ -255,6 +274,10 @@ FAMILIES = (
         deepseek_canonical, traits=deepseek_traits, model_types=SPARSE_TYPES, surplus=is_mtp_tensor, facts=_indexed,
     ),
     Family(
+        "glm5_next", "target", GLM5_NEXT_ARCHITECTURES, Glm5NextConfig, Glm5Next, glm5_next_parameters, glm5_next_canonical,
+        traits=glm5_next_traits, model_types=GLM5_NEXT_TYPES, surplus=is_mtp_tensor, facts=_pooled,
+    ),
+    Family(
         "qwen3_5", "target", HYBRID_ARCHITECTURES, Qwen35Config, Qwen35, qwen35_parameters, qwen35_canonical,
         traits=qwen35_traits, model_types=HYBRID_TYPES, reads_names=True, facts=_hybrid, vision="qwen3_5_vision",
     ),
@@ -277,6 +300,10 @@ FAMILIES = (
     Family(
         "mistral4", "target", MISTRAL4_ARCHITECTURES, Mistral4Config, Mistral4, mistral4_parameters, mistral4_canonical,
         traits=mistral4_traits, reads_names=True, facts=_latent,
+    ),
+    Family(
+        "laguna", "target", ("LagunaForCausalLM",), LagunaConfig, Laguna, laguna_parameters, laguna_canonical,
+        traits=laguna_traits, facts=_experts,
     ),
     Family(
         "dflash", "draft", DRAFT_ARCHITECTURES, DFlashConfig, DFlash, dflash_parameters, dflash_canonical,

@@ -73,6 +73,9 @@ class LayerTraits:
       delta: of the layers that have a gated delta net in attention's place.
       short_conv: whether some layers have a short convolution in attention's place.
       normed_together: whether queries, and keys, are normed over all heads at once, before attention is asked.
+      streams: residual streams, which sublayers mix where there are several.
+      uneven_heads: whether heads are gated one by one, differ in number from layer to layer, or have values of another size than
+        keys, which no fused runner does.
       feed_forward: "dense", "moe", or "mixed" where some layers have experts and others a dense one, or all have both.
       activation: of the feed-forwards' gate.
       experts: of the layers that have such.
@@ -103,6 +106,8 @@ class LayerTraits:
     delta: DeltaTraits | None = None
     short_conv: bool = False
     normed_together: bool = False
+    streams: int = 1
+    uneven_heads: bool = False
 
     @property
     def heads_width(self) -> int:

@@ -169,7 +169,11 @@ def share_config[C: DecoderConfig](config: C, ranks: int) -> C:
     if ranks == 1:
         return config
     heads = {name: max(1, getattr(config, name) // ranks) for name in config.key_head_counts}
-    divided = {name: getattr(config, name) // ranks for name in config.cut_sizes}
+    sizes = {name: getattr(config, name) for name in config.cut_sizes}
+    divided = {
+        name: tuple(one // ranks for one in size) if isinstance(size, tuple) else size // ranks
+        for name, size in sizes.items()
+    }
     return replace(config, **heads, **divided)
 
 

@@ -121,6 +121,10 @@ def check_cache_dtype(config: DecoderConfig, cache_dtype: str | None) -> None:
         raise ParameterError(
             f'cache_dtype="{cache_dtype}" is for keys and values of heads, this target has latent rows: take "fp8" or "fp8_packed"'
         )
+    if cache_dtype is not None and getattr(config, "index_row_width", 0):
+        raise ParameterError(
+            f'cache_dtype="{cache_dtype}" was not tried with an indexer of pools, whose rows are kept as they are: leave it out'
+        )
     if cache_dtype == "fp8_packed" and (not rank or rank % LATENT_TILE):
         kept = f"kv_lora_rank {rank}" if rank else "keys and values of heads"
         raise ParameterError(

@@ -28,9 +28,9 @@ WINDOWS = {"num_layers": 2, "windows": (4, 30), "causal": (True, False)}
     [
         ({}, False, None), (WINDOWS, True, None),
         ({"sinks": True, "value_scale": 0.6, "sample_from_anchor": True}, False, None), ({}, False, 9),
-        (WINDOWS, True, 20),
+        (WINDOWS, True, 20), (WINDOWS | {"layer_kind": "laguna", "gating": "per-head"}, False, None),
     ],
-    ids=["plain", "windows", "sinks", "the last tokens", "the last tokens, windows"],
+    ids=["plain", "windows", "sinks", "the last tokens", "the last tokens, windows", "layers of Laguna"],
 )  # fmt: skip
 def test_blocks_equal_a_dense_pass(make_pair, make_prompts, make_config, changes, packed, window, monkeypatch) -> None:
     """Three sequences that stand at different places, after cycles that rejected proposals; a fourth slot is idle.

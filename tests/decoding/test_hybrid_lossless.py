@@ -23,7 +23,7 @@ from dflash_jax.engine.requests import Request
 from dflash_jax.models import bind
 from dflash_jax.sampling_params import SamplingParams
 
-from ..hybrid_pair import conv_config, hybrid_config, hybrid_moe_config, hybrid_pair
+from ..hybrid_pair import conv_config, hybrid_config, hybrid_moe_config, hybrid_pair, pooled_config
 from ..random_pair import VOCAB, Pair, random_params, random_prompts
 
 # Around the convolution's 3 rows, chunks of 64 tokens and pieces of prompts; several calls for the longest.
@@ -36,10 +36,11 @@ GREEDY, SAMPLED = SamplingParams(max_tokens=24), SamplingParams(max_tokens=24, t
 TARGETS = {
     "dense": partial(hybrid_config, **SMALL), "moe": partial(hybrid_moe_config, **SMALL, dense_layers=()),
     "conv": partial(conv_config, **SMALL, num_dense_layers=1),
+    "pooled": partial(pooled_config, **SMALL, num_dense_layers=1),
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=TARGETS)
+@pytest.fixture(scope="module", params=["dense", "moe", "conv", pytest.param("pooled", marks=pytest.mark.few)])
 def hybrid(request) -> Pair:
     target = TARGETS[request.param]()
     return hybrid_pair(target, max_chunk=64, draft={"target_layer_ids": (-1, 0, 1)})
@@ -81,7 +82,7 @@ def test_alone_as_in_a_batch_and_as_the_dense_model_says(hybrid: Pair) -> None:
 
 
 @pytest.mark.few
-@pytest.mark.parametrize("kind", ["dense", "conv"])
+@pytest.mark.parametrize("kind", ["dense", "conv", "pooled"])
 def test_greedy_texts_whatever_number_of_proposals_stands(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """Each cycle's proposals are the text that comes, wrong from a place on that changes from cycle to cycle: 1 to 16 tokens stand.
     `HYBRID_TEXTS` prompts of 64 tokens each, some alone and all in ragged batches."""
@@ -156,7 +157,10 @@ def test_no_page_is_shared(hybrid: Pair) -> None:
     assert again[2][0].cached == 0
 
 
-@pytest.mark.parametrize("config", [hybrid_config(), conv_config()], ids=["delta", "conv"])
+@pytest.mark.few("delta", "conv")
+@pytest.mark.parametrize(
+    "config", [hybrid_config(), conv_config(), TARGETS["pooled"]()], ids=["delta", "conv", "pooled"]
+)
 def test_states_after_every_number_of_accepted_tokens(config) -> None:
     """A block of 16 verified in 18 slots, of which 1 to 16 tokens stand, none, or nothing at all: states, logits of the tokens that
     stand, and those of the next token are those of single steps."""

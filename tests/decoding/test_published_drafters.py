@@ -17,7 +17,7 @@ from dflash_jax.checkpoints.pair import KNOWN_DRAFTERS
 from dflash_jax.errors import DFlashError
 from dflash_jax.models import family_of, to_huggingface
 
-from ..published_layouts import LAYOUTS, OWN_BOTH, REDUCED, REFUSED_LAYOUTS, REFUSED_TARGETS, TARGETS, VOCAB
+from ..published_layouts import BROUGHT, LAYOUTS, REDUCED, REFUSED_LAYOUTS, REFUSED_TARGETS, TARGETS, VOCAB
 
 ROOT = Path(__file__).parents[2]
 ROWS: list[dict[str, Any]] = json.loads((ROOT / "tests/data/published_drafters.json").read_text())
@@ -34,7 +34,7 @@ def write(folder: Path, file: dict[str, Any], own: tuple[str, ...], seed: int) -
     rng, family = np.random.default_rng(seed), family_of(file)
     reduced = file.get("draft_vocab_size", VOCAB) < VOCAB
     names = (*own, "lm_head.weight", "d2t") if reduced else own
-    arguments = (names,) if family.role == "draft" else ()
+    arguments: Any = (names,) if family.role == "draft" else ()
     table = [row for row in family.parameters(family.config(file, *arguments)) if row.name != "d2t"]
     params = {row.name: (rng.normal(size=row.shape) * 0.3).astype(np.float32) for row in table}
     tensors = {name: np.ascontiguousarray(array) for name, array in to_huggingface(table, params).items()}
@@ -65,10 +65,11 @@ def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, l
 def test_it_drafts_what_its_target_says(
     tmp_path: Path, targets: dict[str, tuple[Path, list[int]]], family: str, layout: str
 ) -> None:
-    own = ("embed_tokens.weight", "lm_head.weight") if layout in OWN_BOTH else ()
     target, alone = targets[family]
     drafted = dj.generate(
-        dj.load(target, draft=write(tmp_path / "draft", LAYOUTS[layout], own, 1), **SMALL), PROMPT, GREEDY
+        dj.load(target, draft=write(tmp_path / "draft", LAYOUTS[layout], BROUGHT.get(layout, ()), 1), **SMALL),
+        PROMPT,
+        GREEDY,
     )
     assert drafted.token_ids == alone
 

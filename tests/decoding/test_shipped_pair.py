@@ -16,7 +16,6 @@ from dflash_jax.generation import params_of_prompts
 
 PROMPTS = Path(__file__).parent.parent / "data" / "heldout_prompts.json"
 TOKENS = 64
-pytestmark = pytest.mark.usefixtures("optimised")
 
 
 @pytest.fixture(scope="module")

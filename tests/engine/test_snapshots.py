@@ -19,7 +19,7 @@ from dflash_jax.engine.warmup import prompt_calls
 from dflash_jax.errors import CapacityError
 from dflash_jax.sampling_params import SamplingParams
 
-from ..hybrid_pair import conv_config, hybrid_config, hybrid_pair
+from ..hybrid_pair import conv_config, hybrid_config, hybrid_pair, pooled_config
 from ..random_pair import Pair, random_prompts
 
 SMALL = {"num_layers": 2, "windows": (None,) * 2, "full_layers": (1,)}
@@ -28,9 +28,15 @@ PLAIN = SamplingParams(max_tokens=8)
 PARAMS = SamplingParams(max_tokens=24, temperature=1.0, seed=3, logprobs=2)
 
 
-@pytest.fixture(scope="module", params=["delta", "conv"])
+TARGETS = {
+    "delta": hybrid_config(**SMALL), "conv": conv_config(**SMALL, num_dense_layers=1),
+    "pooled": pooled_config(**SMALL, num_dense_layers=1),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=["delta", "conv", pytest.param("pooled", marks=pytest.mark.few)])
 def shared(request) -> Pair:
-    target = hybrid_config(**SMALL) if request.param == "delta" else conv_config(**SMALL, num_dense_layers=1)
+    target = TARGETS[request.param]
     return hybrid_pair(
         target, max_chunk=64, draft={"target_layer_ids": (-1, 0, 1)}, page_size=PAGE, state_snapshots=4,
         snapshot_tokens=PAGE,

@@ -12,7 +12,9 @@ from golden import (
     deepseek_oracle,
     dflash_oracle,
     gemma_oracle,
+    glm5_next_oracle,
     gpt_oss_oracle,
+    laguna_oracle,
     lfm2_oracle,
     llama_oracle,
     mellum_oracle,
@@ -25,54 +27,23 @@ from golden import (
     vision_oracle,
 )
 
+ORACLES = {
+    "qwen3": qwen3_oracle, "qwen3_moe": qwen3_moe_oracle, "llama": llama_oracle, "gpt_oss": gpt_oss_oracle, "gemma": gemma_oracle,
+    "deepseek": deepseek_oracle, "sparse": sparse_oracle, "dflash": dflash_oracle, "vision": vision_oracle, "lfm2": lfm2_oracle,
+    "muse_glimmer": muse_glimmer_oracle, "mellum": mellum_oracle, "minimax_m2": minimax_m2_oracle, "mistral4": mistral4_oracle,
+    "laguna": laguna_oracle, "glm5_next": glm5_next_oracle,
+}  # fmt: skip
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    families = (
-        "qwen3",
-        "qwen3_moe",
-        "llama",
-        "gpt_oss",
-        "gemma",
-        "deepseek",
-        "sparse",
-        "dflash",
-        "vision",
-        "lfm2",
-        "all",
-    )
-    parser.add_argument("family", nargs="?", choices=families, default="all")
+    parser.add_argument("family", nargs="?", choices=(*ORACLES, "all"), default="all")
     family = parser.parse_args().family
     torch.set_num_threads(1)
     sizes: dict[str, int] = {}
-    if family in ("qwen3", "all"):
-        sizes |= qwen3_oracle.write_all()
-    if family in ("qwen3_moe", "all"):
-        sizes |= qwen3_moe_oracle.write_all()
-    if family in ("llama", "all"):
-        sizes |= llama_oracle.write_all()
-    if family in ("gpt_oss", "all"):
-        sizes |= gpt_oss_oracle.write_all()
-    if family in ("gemma", "all"):
-        sizes |= gemma_oracle.write_all()
-    if family in ("deepseek", "all"):
-        sizes |= deepseek_oracle.write_all()
-    if family in ("sparse", "all"):
-        sizes |= sparse_oracle.write_all()
-    if family in ("dflash", "all"):
-        sizes |= dflash_oracle.write_all()
-    if family in ("vision", "all"):
-        sizes |= vision_oracle.write_all()
-    if family in ("lfm2", "muse_glimmer", "mellum", "minimax_m2", "mistral4", "all"):
-        sizes |= lfm2_oracle.write_all()
-    if family in ("muse_glimmer", "mellum", "minimax_m2", "mistral4", "all"):
-        sizes |= muse_glimmer_oracle.write_all()
-    if family in ("mellum", "all"):
-        sizes |= mellum_oracle.write_all()
-    if family in ("minimax_m2", "mistral4", "all"):
-        sizes |= minimax_m2_oracle.write_all()
-    if family in ("mistral4", "all"):
-        sizes |= mistral4_oracle.write_all()
+    for name, oracle in ORACLES.items():
+        if family in (name, "all"):
+            sizes |= oracle.write_all()
     for case, size in sizes.items():
         print(f"{case:28s} {size / 1000:8.1f} kB")
     print(f"{'in all':28s} {sum(sizes.values()) / 1000:8.1f} kB")

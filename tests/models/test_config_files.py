@@ -252,13 +252,9 @@ def test_every_name_of_the_layout_is_read(name: str) -> None:
     assert family_of({"architectures": [name]}).role == "draft"
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["DFlashLagunaForCausalLM", "K3DSparkModel"],
-)
-def test_names_of_other_layouts_are_not(name: str) -> None:
-    with pytest.raises(UnsupportedModelError, match=f"{name}.*known architectures: .*Qwen3DFlashDraftModel"):
-        read(DRAFT, architectures=[name])
+def test_names_of_other_layouts_are_not() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"K3DSparkModel.*known architectures: .*Qwen3DFlashDraftModel"):
+        read(DRAFT, architectures=["K3DSparkModel"])
 
 
 SLIDING = ["sliding_attention"] * 3 + ["full_attention"]

@@ -115,8 +115,8 @@ def test_the_published_drafter_has_its_size_and_fits_its_target() -> None:
         ({"num_kv_shared_layers": 1}, BOTH, "num_kv_shared_layers=1"), ({"attention_bias": True}, BOTH, "attention_bias=True"),
         ({"is_neox_style": False}, BOTH, "is_neox_style=False"), ({"use_swa": True}, BOTH, "use_swa=True"),
         ({"hidden_activation": "silu"}, BOTH, "hidden_activation must be"), ({"global_head_dim": 511}, BOTH, "even"),
-        ({"attention_value_scale": 0.5}, BOTH, "not known of drafters with layers of Gemma 4"),
-        ({"conv_kernel_size": 2, "conv_group_size": 16}, BOTH, "not known of drafters with layers of Gemma 4"),
+        ({"attention_value_scale": 0.5}, BOTH, "not known of drafters with layers of gemma4"),
+        ({"conv_kernel_size": 2, "conv_group_size": 16}, BOTH, "not known of drafters with layers of gemma4"),
         ({}, BOTH[:1], "must bring embed_tokens and lm_head, or neither"),
         ({}, (*BOTH, "layers.0.layer_scalar"), "have layer_scalar but no pre_feedforward_layernorm.weight"),
         ({}, (*BOTH, "layers.0.pre_feedforward_layernorm.weight"), "have pre_feedforward_layernorm.weight but no layer_scalar"),
@@ -136,7 +136,7 @@ def test_other_layers_have_no_such_parts() -> None:
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads")
     }
     for wrong in ({"keys_as_values": True}, {"layer_kind": "gemma3"}):
-        with pytest.raises(dj.ConfigError, match="layer_kind must be qwen3 or gemma4"):
+        with pytest.raises(dj.ConfigError, match="layer_kind must be qwen3, gemma4, laguna"):
             DFlashConfig(**sizes, num_layers=1, head_dim=128, **wrong)
 
 

@@ -26,7 +26,7 @@ from .dense_texts import check_texts
 from .golden_files import GOLDEN, TOLERANCE, difference
 from .test_parity_llama import logits_and_taps
 
-NAMES = ("mellum", "minimax_m2", "mistral4")
+NAMES = ("mellum", "minimax_m2", "mistral4", "laguna")
 MELLUM, MINIMAX, MISTRAL = (TARGETS[name] for name in ("Mellum 2", "MiniMax-M2.5 and M2.7", "Mistral Small 4"))
 
 

@@ -26,8 +26,13 @@ def write(name: str, model: torch.nn.Module, *, seed: int = 0) -> dict[str, int]
                 tensor.normal_(std=0.3, generator=generator)
     ids = torch.randint(0, model.config.get_text_config().vocab_size, (TOKENS,), generator=generator)
     taps: dict[int, torch.Tensor] = {}
+
+    def keep(index: int, out: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
+        stream = (out if isinstance(out, torch.Tensor) else out[0]).detach().clone()[0]
+        taps[index] = stream.mean(dim=1) if stream.ndim > 2 else stream  # of several streams drafters read the mean
+
     for index, layer in enumerate(model.get_decoder().layers):
-        layer.register_forward_hook(lambda _m, _i, out, index=index: taps.update({index: out.detach().clone()[0]}))
+        layer.register_forward_hook(lambda _m, _i, out, index=index: keep(index, out))
     with torch.no_grad():
         logits = model(ids[None]).logits[0]
     folder = FOLDER / f"{name}_folder"

@@ -116,7 +116,7 @@ def tokens_of(
     mixed = sum((rows[:, tap : tap + t] * weight[:, tap] for tap in range(TAPS)), start=jnp.zeros((), jnp.float32))
     width = shape.key_heads * shape.key_dim
     q, k, v = jnp.split(jax.nn.silu(mixed), [width, 2 * width], axis=-1)
-    q, k = (_unit(part.reshape(b, t, shape.key_heads, shape.key_dim)) for part in (q, k))
+    q, k = (unit(part.reshape(b, t, shape.key_heads, shape.key_dim)) for part in (q, k))
     v = v.reshape(b, t, shape.value_heads, shape.value_dim)
     gates = projected[..., shape.channels + shape.value_heads * shape.value_dim :].astype(jnp.float32)
     of_beta, of_decay = jnp.split(gates, 2, axis=-1)
@@ -129,7 +129,7 @@ def tokens_of(
     return Tokens(q * shape.key_dim**-0.5, k, v, beta, g)
 
 
-def _unit(x: Float[Array, "... dk"]) -> Float[Array, "... dk"]:
+def unit(x: Float[Array, "... dk"]) -> Float[Array, "... dk"]:
     """Divided by its length; the small number is added to the sum of squares, not to their mean."""
     return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + 1e-6)
 

@@ -53,7 +53,7 @@ def prompts_of(
 
     live = jnp.arange(length) < lengths[:, None]
     projected = jnp.where(live[..., None], projected, 0)  # NaN in a row's padding would spread through products
-    rows = with_earlier(projected, _earlier(projected[..., : shape.channels], held, follows))
+    rows = with_earlier(projected, earlier_rows(projected[..., : shape.channels], held, follows))
     conv = last_rows(rows, lengths).astype(state.conv.dtype)
     more = -length % size
     padded, rows = (jnp.pad(x, ((0, 0), (0, more), (0, 0))) for x in (projected, rows))
@@ -64,7 +64,7 @@ def prompts_of(
     return Prompts(projected, tokens, known, sources, targets, live, conv)
 
 
-def _earlier(
+def earlier_rows(
     rows: Float[Array, "n L C"], held: Float[Array, "n 3 C"], follows: Bool[Array, "n"]
 ) -> Float[Array, "n 3 C"]:
     """The three rows before each row's first token: of rows that it follows, which are full, and of what stood before the first of

@@ -51,7 +51,7 @@ def delta_verify_xla(
 ) -> tuple[Float[Array, "B T O"], DeltaFactors]:
     """See `delta_verify`: one chunk of any length."""
     verify = functools.partial(_verify, weights=weights, shape=shape, eps=eps)
-    return _slot_by_slot(verify, projected, state, dtype=projected.dtype)
+    return slot_by_slot(verify, projected, state, dtype=projected.dtype)
 
 
 def _verify(
@@ -72,7 +72,7 @@ def _verify(
 
 def delta_fold_xla(state: DeltaState, factors: DeltaFactors, counts: Int[Array, "B"]) -> DeltaState:
     """See `delta_fold`."""
-    return _slot_by_slot(_fold, state, factors, counts, dtype=state.conv.dtype)
+    return slot_by_slot(_fold, state, factors, counts, dtype=state.conv.dtype)
 
 
 def _fold(state: DeltaState, factors: DeltaFactors, counts: Int[Array, "B"]) -> DeltaState:
@@ -103,7 +103,7 @@ def delta_step_xla(
 ) -> tuple[Float[Array, "B 1 O"], DeltaState]:
     """See `delta_step`: what key and query find in the state comes from one read of it."""
     step = functools.partial(_step, weights=weights, shape=shape, eps=eps)
-    return _slot_by_slot(step, projected, state, live, dtype=projected.dtype)
+    return slot_by_slot(step, projected, state, live, dtype=projected.dtype)
 
 
 def _step(
@@ -195,7 +195,7 @@ def _entered(chunk: _Chunk, s: Float[Array, "*B Hv dk dv"]) -> tuple[Array, Arra
     return of_queries, einsum("...ij,...jv->...iv", chunk.inverse, chunk.v - of_keys)
 
 
-def _slot_by_slot(call: Callable[..., Any], *of_slots: Any, dtype: Any) -> Any:
+def slot_by_slot(call: Callable[..., Any], *of_slots: Any, dtype: Any) -> Any:
     """In float32 one slot goes after the other: XLA picks code by sizes, and a request has the same bits alone and in a batch."""
     if dtype != jnp.float32 or jax.tree.leaves(of_slots)[0].shape[0] == 1:
         return call(*of_slots)
