@@ -72,6 +72,11 @@ def exp(value):
     return ex2(arith.mulf(value, utils.c(math.log2(math.e), ir.F32Type.get())))
 
 
+def log2(value):
+    """The binary logarithm of a float32, as the hardware approximates it."""
+    return utils.inline_ptx("lg2.approx.ftz.f32 $0, $1;", value, result_types=ir.F32Type.get())
+
+
 def within(row, column, columns: int, width: int):
     """Byte offset in a tile of two-byte elements, swizzled over `width` bytes; `column` in bytes."""
     of_8, in_8 = mul(div(row, 8), 16 * columns), mul(rem(row, 8), width)

@@ -1,5 +1,9 @@
 """The sampling kernel for Hopper: radix selection of each filter's threshold, then a Gumbel-max argmax; one CTA a row.
 
+Noise is made where it is added. No token of a chunk is louder than the chunk's first arrival (`noise.py`): the chunk with the
+greatest bound is looked at first, and after it those whose bound exceeds what was found there, in which a thread hashes for the
+numbers that may exceed it. Of 152 thousand tokens these are some tens.
+
 Every pass reads the row from the L2 again, but for chunks that it cannot need. A filter keeps what is not below a threshold, which
 is searched for among the numbers that bfloat16 has, two bits with each pass. The first pass keeps the largest number of each of
 some thousand places: what enough of these reach, enough of the row do, so that a search in registers leaves few bits to passes over
@@ -9,6 +13,7 @@ are such where a few tokens are kept, which is what filters are for.
 
 # pyright: reportAbstractUsage=false, reportPrivateImportUsage=false
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,66 +23,95 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from dflash_kernels.core.device import WARPGROUP
+from dflash_kernels.mosaic_gpu import ptx as th
+from dflash_kernels.mosaic_gpu.noise import with_noise
 from dflash_kernels.mosaic_gpu.rows import WARPS, Reduction, reduce_into
-from dflash_kernels.mosaic_gpu.thread_op import kernel
+from dflash_kernels.mosaic_gpu.thread_op import FACTOR, SCALAR, kernel, thread_op
+from dflash_kernels.sampling.noise import CHUNK, arrivals, exponential, hashed
 
 WARPGROUPS = 8  # of a CTA
-VECTOR = 8  # neighbouring entries of one thread
-CHUNK = 128 * VECTOR  # of one warpgroup
+VECTOR = CHUNK // WARPGROUP  # neighbouring entries of one thread: a warpgroup looks at a chunk of noise at a time
 AT_ONCE = 4  # chunks asked for before the first is looked at
 MOST_SUMS = 3  # that warpgroups exchange
 LOWEST = -32_641  # minus infinity among `_whole`
+
+SLACK = 1e-4  # of a bound: more than the hardware's logarithm errs
 
 _STRIDED = plgpu.Layout.WG_STRIDED((CHUNK,), vec_size=VECTOR)
 
 
 def choose(
-    logits: jax.Array, noise: jax.Array, temperature: jax.Array, log_min_p: jax.Array, top_k: jax.Array, top_p: jax.Array,
+    logits: jax.Array, keys: jax.Array, temperature: jax.Array, limits: Sequence[jax.Array] = (), *, margin: float | None = None,
     warpgroups: int = WARPGROUPS, interpret: Any = None,
 ) -> jax.Array:  # fmt: skip
-    """`logits [R, V]` bfloat16, `noise [R, V]` float32, all others `[R]`: as `filtered_choice` has them, but for `min_p`."""
+    """`logits [R or more, V]` bfloat16, `keys [R, 2]` uint32, all others `[R]`.
 
+    Args:
+      limits: the logarithm of `min_p`, `top_k` and `top_p`; none where nothing is refused.
+      margin: gives `[R, warpgroups]`, of each warpgroup's chunks the choice; place 0 stands for one that is worse than the row's
+        choice by more than so much of a logit.
+    """
+    rows = keys.shape[0]
     most = -(-logits.shape[1] // (CHUNK * warpgroups * AT_ONCE)) * AT_ONCE  # chunks of a warpgroup
+    listed = most + -most % WARPGROUP
+    of_warpgroups = jnp.arange(warpgroups)[:, None] + warpgroups * jnp.arange(listed)
+    least, first = arrivals(keys, jnp.broadcast_to(of_warpgroups.reshape(-1), (rows, warpgroups * listed)))
+    told = [each.reshape(rows, warpgroups, listed) for each in (least, first)]
 
     def body(*refs: Any, **buffers: Any) -> None:
-        _Row(warpgroups, *refs, **buffers).run()
+        _Row(warpgroups, margin, refs[:5], refs[5:-1], refs[-1], **buffers).run()
 
-    body.__name__ = "filtered_choice"  # what profilers show
+    body.__name__ = "filtered_choice" if limits else "drawn_choice"  # what profilers show
+    shape = (rows,) if margin is None else (rows, warpgroups)
     launch = kernel(
-        body, out_type=jax.ShapeDtypeStruct(logits.shape[:1], jnp.int32), grid=(logits.shape[0],), grid_names=("row",),
+        body, out_type=jax.ShapeDtypeStruct(shape, jnp.int32), grid=(rows,), grid_names=("row",),
         num_threads=warpgroups, thread_name="wg",
         scratch_types={
             "sums": plgpu.SMEM((warpgroups, MOST_SUMS), jnp.float32),
             "scratch": plgpu.SMEM((warpgroups, WARPS), jnp.float32),
             "largest": plgpu.SMEM((warpgroups, most), jnp.float32),
             "alive": plgpu.SMEM((warpgroups, most + 1), jnp.int32),
+            "least": plgpu.SMEM((warpgroups, listed), jnp.float32),
+            "loudest": plgpu.SMEM((warpgroups, listed), jnp.float32),
+            "first": plgpu.SMEM((warpgroups, listed), jnp.int32),
             "met": plgpu.Barrier(num_arrivals=warpgroups),
         },
         compiler_params=plgpu.CompilerParams(approx_math=True), interpret=interpret,
     )  # fmt: skip
-    return launch(logits, noise, temperature, log_min_p, top_k, top_p)
+    return launch(logits, jax.lax.bitcast_convert_type(keys, jnp.int32), *told, temperature, *limits)
 
 
 class _Row:
     """The program of one CTA, for one row. Every warpgroup knows every scalar."""
 
-    def __init__(self, warpgroups, logits, noise, temperature, log_min_p, top_k, top_p, out, **buffers):
-        self.warpgroups, self.out = warpgroups, out
+    def __init__(self, warpgroups, margin, given, limits, out, **buffers):
+        self.warpgroups, self.margin, self.out = warpgroups, margin, out
         self.row, self.wg = lax.axis_index("row"), lax.axis_index("wg")
-        self.logits, self.noise = logits, noise
+        self.logits, keys, *self.told, temperature = given
+        self.key = [keys[self.row, word] for word in (0, 1)]
         self.sums, self.scratch, self.met = (buffers[name] for name in ("sums", "scratch", "met"))
-        # Of every chunk the largest number, as a whole one, and those that may hold what stays.
+        # Of every chunk the largest number, and those that may hold what stays; and the first arrival in each, and its noise.
         self.largest, self.alive = buffers["largest"], buffers["alive"]
-        given, self.size = temperature[self.row], logits.shape[1]
+        self.least, self.loudest, self.first = (buffers[name] for name in ("least", "loudest", "first"))
+        given, self.size = temperature[self.row], self.logits.shape[1]
         self.chunks = lax.div(-(-self.size // CHUNK) - self.wg + (warpgroups - 1), jnp.int32(warpgroups))
         self.count = self.chunks
         self.samples = given > 0
+        self.louder = jnp.where(self.samples, jnp.float32(1), jnp.float32(0))
         # Of less than float32's smallest normal number only the largest logits are left either way.
         self.temperature = jnp.where(self.samples, jnp.maximum(given, jnp.finfo(jnp.float32).tiny), jnp.float32(1))
-        self.log_min_p, self.top_k, self.top_p = log_min_p[self.row], top_k[self.row], top_p[self.row]
+        self.filters = bool(limits)
+        if self.filters:
+            self.log_min_p, self.top_k, self.top_p = (limit[self.row] for limit in limits)
 
     def run(self) -> None:
+        self._hear()
         lanes = self._look()
+        if not self.filters:
+            (self.top,) = self._met("max", [lanes])
+            self._choose()
+            return
         top, highest = self._met("max", [lanes, _whole(lanes).astype(jnp.float32)])
         self.top, highest = top, highest.astype(jnp.int32)
 
@@ -99,7 +133,8 @@ class _Row:
             """The largest number from `low` on that `enough` weight reaches."""
             for sums in (of_lanes(weight), of_row(weight)):
                 low = _search(low, jnp.where(wanted, highest, low), enough, sums)
-                self._leave_out(low)
+                least = _as_number(low)
+                self._leave_out(lambda chunk, least=least: self.largest[self.wg, chunk] >= least)
             return low
 
         some = self.samples & (self.top_k > 0) & (self.top_k < self.size)
@@ -116,8 +151,21 @@ class _Row:
         total = lax.fori_loop(0, once, lambda *_: of_row(share)((jnp.float32(-jnp.inf),))[0], jnp.float32(0))
         # A top_p below float32's smallest number is 0, which every number is reached by.
         enough = jnp.maximum(self.top_p * total, jnp.finfo(jnp.float32).tiny)
-        least = _number(search(share, low, enough, some))
-        self._choose(least)
+        self._choose(search(share, low, enough, some))
+
+    def _hear(self) -> None:
+        """The first arrivals in the warpgroup's chunks, and how loud they are, to shared memory."""
+        arrivals, places = self.told
+        for start in range(0, self.least.shape[1], WARPGROUP):
+            part = pl.ds(start, WARPGROUP)
+            layout = plgpu.Layout.WG_STRIDED((WARPGROUP,), vec_size=1)
+            least, first = (
+                plgpu.load(each.at[self.row, self.wg, part], layout=layout, optimized=False)
+                for each in (arrivals, places)
+            )
+            self.least[self.wg, part] = least
+            self.loudest[self.wg, part] = (SLACK - jnp.log(least)) * self.louder
+            self.first[self.wg, part] = first
 
     def _look(self):
         """The first pass: the largest number of each place of the warpgroup's chunks; those of chunks go to shared memory."""
@@ -128,38 +176,69 @@ class _Row:
         lax.fori_loop(0, self.chunks, place, None)
 
         def keep(most, x, number, _):
-            self._reduce("max", _whole(x).astype(jnp.float32), self.largest, number)
+            self._reduce("max", x, self.largest, number)
             return jnp.maximum(most, x)
 
         return self._over(_full(jnp.float32(-jnp.inf)), keep)
 
-    def _leave_out(self, low) -> None:
-        """Passes from here on are over chunks with a number from `low` on."""
+    def _leave_out(self, stays: Callable) -> None:
+        """Passes from here on are over chunks that stay."""
 
         def add(chunk, count):
-            stays = self.largest[self.wg, chunk] >= low.astype(jnp.float32)
+            here = stays(chunk)
             # Threads that are ahead read the list already: what is left out goes behind it, not where another's place will be.
-            self.alive[self.wg, jnp.where(stays, count, self.alive.shape[1] - 1)] = chunk
-            return count + stays.astype(jnp.int32)
+            self.alive[self.wg, jnp.where(here, count, self.alive.shape[1] - 1)] = chunk
+            return count + here.astype(jnp.int32)
 
         self.count = lax.fori_loop(0, self.chunks, add, jnp.int32(0))
 
-    def _choose(self, least) -> None:
-        """The place of the largest of what is left, with noise."""
-        louder = jnp.where(self.samples, jnp.float32(1), jnp.float32(0))
+    def _choose(self, low=None) -> None:
+        """The place of the largest sum with noise of what is not below `low`, a whole number; of everything without one."""
+        least = None if low is None else _number(low)
 
-        def better(best, x, _, chunk, noise):
+        def bound(chunk):
+            return (self.largest[self.wg, chunk] - self.top) / self.temperature + self.loudest[self.wg, chunk]
+
+        def better(best, x, _, chunk, over):
             values, places = best
-            _, start = self._begins(chunk)
+            first, start = self._begins(chunk)
             scaled = (x - self.top) / self.temperature
-            stays = (x >= least) & ((scaled >= self.log_min_p) | ~self.samples)
-            value = jnp.where(stays, scaled + noise * louder, -jnp.inf)
+            if least is not None:
+                stays = (x >= least) & ((scaled >= self.log_min_p) | ~self.samples)
+                scaled = jnp.where(stays, scaled, -jnp.inf)
+            value = with_noise(
+                scaled, self.key, self.least[self.wg, chunk], first + self.first[self.wg, chunk], start,
+                over - self.loudest[self.wg, chunk], self.louder, hashed=hashed, exponential=exponential,
+            )  # fmt: skip
             larger = value > values  # of equal ones the first: a thread's places only grow
             return jnp.where(larger, value, values), jnp.where(larger, _places() + start, places)
 
-        values, places = self._over((_full(jnp.float32(-jnp.inf)), _full(jnp.int32(self.size))), better, noise=True)
-        (largest,) = self._met("max", [values])
+        def louder(number, best):
+            chunk = self.alive[self.wg, number]
+            sum_ = bound(chunk)
+            more = sum_ > best[0]
+            return jnp.where(more, sum_, best[0]), jnp.where(more, chunk, best[1])
+
+        # Of the chunk with the greatest bound all numbers, which leaves few of the others' in question.
+        sum_, chunk = lax.fori_loop(0, self.count, louder, (jnp.float32(-jnp.inf), jnp.int32(0)))
+        most = self._met_scalar("max", sum_)
+        nothing = _full(jnp.float32(-jnp.inf)), _full(jnp.int32(self.size))
+        alone = jnp.where(sum_ >= most, 1, 0)
+        alone = jnp.where(self.count > 0, alone, 0)
+        values, _ = self._over(
+            nothing, functools.partial(better, over=jnp.float32(-jnp.inf)), at_once=1, alone=(chunk, alone)
+        )
+        (known,) = self._met("max", [values])
+        over = known - SLACK - (0.0 if self.margin is None else self.margin / self.temperature)
+        lowest = jnp.float32(-jnp.inf) if low is None else _as_number(low)
+        self._leave_out(lambda chunk: (self.largest[self.wg, chunk] >= lowest) & (bound(chunk) > over))
+        values, places = self._over(nothing, functools.partial(better, over=over), at_once=2)
+        (largest,) = self._met("max", [values]) if self.margin is None else [self._own("max", values)]
         found = jnp.where(values == largest, places.astype(jnp.float32), jnp.float32(self.size))
+        if self.margin is not None:
+            first = self._own("min", found)
+            self.out[self.row, self.wg] = jnp.where(first < self.size, first, 0).astype(jnp.int32)
+            return
         (first,) = self._met("min", [found])
 
         @pl.when(self.wg == 0)
@@ -167,30 +246,32 @@ class _Row:
             # Of a row without a number the last place: some place there is.
             self.out[self.row] = jnp.minimum(first.astype(jnp.int32), self.size - 1)
 
-    def _over(self, carry: Any, step: Callable, *, noise: bool = False) -> Any:
-        """`step(carry, x, number, chunk)` for what is left of the warpgroup's chunks, or `step(carry, x, number, chunk, noise)`.
+    def _over(self, carry: Any, step: Callable, *, at_once: int = AT_ONCE, alone: tuple | None = None) -> Any:
+        """`step(carry, x, number, chunk)` for what is left of the warpgroup's chunks; for `alone` where it is given, a chunk and
+        how often.
 
-        Numbers count from 0 to a multiple of `AT_ONCE`; x is -inf for those that there are no chunks for.
+        Numbers count from 0 to a multiple of `at_once`; x is -inf for those that there are no chunks for.
         """
-        at_once = 2 if noise else AT_ONCE
+        count = self.count if alone is None else alone[1]
 
-        def load(ref, start):
-            source = ref.at[self.row, pl.ds(start, CHUNK)]
-            return plgpu.load(source, layout=_STRIDED, optimized=False)
+        def load(start):
+            return plgpu.load(self.logits.at[self.row, pl.ds(start, CHUNK)], layout=_STRIDED, optimized=False)
 
         def visit(turn, carry):
             numbers = [turn * at_once + place for place in range(at_once)]
             # Past the last one it is looked at again, and all of it left out.
-            chunks = [self.alive[self.wg, jnp.minimum(number, self.count - 1)] for number in numbers]
+            chunks = [
+                self.alive[self.wg, jnp.minimum(number, count - 1)] if alone is None else alone[0] for number in numbers
+            ]
             begin = [self._begins(chunk) for chunk in chunks]
-            found = [[load(ref, start) for ref in (self.logits, self.noise)[: 1 + noise]] for _, start in begin]
-            for (x, *more), number, chunk, (first, start) in zip(found, numbers, chunks, begin, strict=True):
-                own = jnp.where(number < self.count, first - start, CHUNK)
+            found = [load(start) for _, start in begin]
+            for x, number, chunk, (first, start) in zip(found, numbers, chunks, begin, strict=True):
+                own = jnp.where(number < count, first - start, CHUNK)
                 x = jnp.where(_places() >= own, x.astype(jnp.float32), -jnp.inf)
-                carry = step(carry, x, number, chunk, *more)
+                carry = step(carry, x, number, chunk)
             return carry
 
-        return lax.fori_loop(0, lax.div(self.count + (at_once - 1), jnp.int32(at_once)), visit, carry)
+        return lax.fori_loop(0, lax.div(count + (at_once - 1), jnp.int32(at_once)), visit, carry)
 
     def _begins(self, chunk) -> tuple:
         """Where a chunk begins, and where it is read: what would end beyond the row begins earlier, in another's numbers."""
@@ -199,17 +280,32 @@ class _Row:
 
     def _met(self, kind: Reduction, chunks: Sequence) -> list:
         """Sums or the like of what all warpgroups have, in their order."""
-        combine = {"add": lax.add, "max": jnp.maximum, "min": jnp.minimum}[kind]
         for place, chunk in enumerate(chunks):
             self._reduce(kind, chunk, self.sums, place)
+        return self._of_all(kind, len(chunks))
+
+    def _met_scalar(self, kind: Reduction, number) -> Any:
+        self.sums[self.wg, 0] = number
+        return self._of_all(kind, 1)[0]
+
+    def _of_all(self, kind: Reduction, count: int) -> list:
+        combine = {"add": lax.add, "max": jnp.maximum, "min": jnp.minimum}[kind]
         self._meet()
         found = []
-        for place in range(len(chunks)):
+        for place in range(count):
             one = self.sums[0, place]
             for other in range(1, self.warpgroups):
                 one = combine(one, self.sums[other, place])
             found.append(one)
         self._meet()  # before anyone writes again
+        return found
+
+    def _own(self, kind: Reduction, chunk) -> Any:
+        """The sum or the like of what the warpgroup has by itself."""
+        self._reduce(kind, chunk, self.sums, 0)
+        self._meet()
+        found = self.sums[self.wg, 0]
+        self._meet()
         return found
 
     def _reduce(self, kind: Reduction, chunk, target, place) -> None:
@@ -246,9 +342,19 @@ def _whole(numbers):
 
 
 def _number(whole):
-    """The float32 of one of `_whole`, as a chunk: a scalar cannot be read as another type. Nothing reaches one beyond infinity."""
+    """`_as_number` as a chunk. Nothing reaches one beyond infinity."""
     raw = whole ^ ((whole >> 15) & 0x7FFF)
     return lax.bitcast_convert_type(_full(raw << 16), jnp.float32)
+
+
+@thread_op(args=(SCALAR,), returns=FACTOR, interpret=lambda raw: lax.bitcast_convert_type(raw, jnp.float32))
+def _read_as_float(raw):
+    return th.as_real(raw)
+
+
+def _as_number(whole):
+    """The float32 of one of `_whole`."""
+    return _read_as_float((whole ^ ((whole >> 15) & 0x7FFF)) << 16)
 
 
 def _full(value):
