@@ -31,7 +31,6 @@ CANDIDATES = 16
 LISTED = 32  # best rows of the copy among which the best few of the head are
 MOST_REGARDED = 16  # of them
 LEAST_BYTES = 2**27  # of a head: a smaller one is read in the time that the choice among candidates takes
-MARGIN = 1.0  # of a logit: by more than twice as much as one of the copy errs, a row is not the head's choice
 MOST_ROWS = 2048  # that one launch multiplies
 WHOLE_WIDTH = 512  # rows of a multiple of it are rounded by a launch
 FEWEST_ROWS = 64  # that a product is made of
@@ -114,7 +113,7 @@ def drawn_by_index(
     louder = jnp.repeat(temperature, x.shape[1])
     padded = jnp.pad(rows, ((0, -len(rows) % FEWEST_ROWS), (0, 0)))
     rough = float8_dense(rounded(padded, index), index.values, index.scales)
-    found = drawn_candidates(rough, keys, louder, MARGIN)
+    found = drawn_candidates(rough, keys, louder)
     noise = noise_of(keys, found) * louder[:, None]
     _, place = _best_of(rows, head, found.T, lambda products, _: products + noise.T)
     return place.reshape(x.shape[:-1])

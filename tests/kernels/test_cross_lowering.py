@@ -136,7 +136,7 @@ OPS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
         (array(128, 151_936), KEYS, *LAW, integers(128)), {},
     ),
     "drawn_choice": ((array(128, 151_936), KEYS, LAW[0]), {}),
-    "drawn_candidates": ((array(128, 151_936), KEYS, LAW[0]), {"margin": 1.0}),
+    "drawn_candidates": ((array(128, 151_936), KEYS, LAW[0]), {}),
     "embed_norm": ((array(151_936, 2560), integers(16), array(2560)), {"eps": 1e-6}),
     "stream_norm": ((array(2560, 16, dtype=jnp.float32), array(2560)), {"eps": 1e-6}),
     "quantized_linear": (

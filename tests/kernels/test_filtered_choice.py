@@ -15,7 +15,7 @@ from dflash_kernels import (
     filtered_choice,
     noise_of_all,
 )
-from dflash_kernels.sampling.mosaic_gpu import launch
+from dflash_kernels.sampling.mosaic_gpu import best_of_parts, launch
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ..devices import h200
@@ -90,11 +90,10 @@ def test_kernel_interpreted(size: int) -> None:
     """Two warpgroups: chunks that end before a row does, and the last one that begins earlier."""
     given = call(len(LAWS), size, seed=size)
     logits, keys, temperature, *limits = given.values()
-    check(launch(logits, keys, temperature, tuple(limits), warpgroups=2, interpret=INTERPRET), given)
-    found = launch(logits, keys, temperature, warpgroups=2, interpret=INTERPRET)
-    check(found, unfiltered(given))
-    listed = launch(logits, keys, temperature, margin=0.5, warpgroups=2, interpret=INTERPRET)
-    assert (listed == found[:, None]).any(axis=1).all()
+    check(launch(logits, keys, temperature, tuple(limits), warpgroups=2, interpret=INTERPRET).places[:, 0], given)
+    for parts in (1, 4):
+        found = launch(logits, keys, temperature, parts=parts, warpgroups=2, interpret=INTERPRET)
+        check(best_of_parts(found, temperature), unfiltered(given))
 
 
 @pytest.mark.few
@@ -111,15 +110,15 @@ def test_kernel_refuses_what_is_refused() -> None:
     assert expected[0] == 7
     assert set(expected) <= {7, 900, 1031}
     found = launch(logits, keys, temperature, limits, warpgroups=2, interpret=INTERPRET)
-    assert found.tolist() == expected
-    found = launch(logits, keys, temperature, warpgroups=2, interpret=INTERPRET)
+    assert found.places[:, 0].tolist() == expected
+    found = best_of_parts(launch(logits, keys, temperature, parts=2, warpgroups=2, interpret=INTERPRET), temperature)
     assert found.tolist() == drawn_choice(logits, keys, temperature).tolist()
 
 
 def test_candidates_of_the_definition() -> None:
     given = unfiltered(call(11, 3016))
     named = given["logits"], given["keys"], given["temperature"]
-    found, listed = drawn_choice(*named), drawn_candidates(*named, 1.0)
+    found, listed = drawn_choice(*named), drawn_candidates(*named)
     assert listed.shape == (11, 8)
     assert (listed == found[:, None]).any(axis=1).all()
     assert (np.asarray(listed) % 8 == np.arange(8)).all()
@@ -173,4 +172,4 @@ def test_kernel(rows: int, size: int) -> None:
         named = given["logits"], given["keys"], given["temperature"]
         found = drawn_choice(*named, implementation="mosaic_gpu")
         check(found, unfiltered(given))
-        assert (drawn_candidates(*named, 1.0, implementation="mosaic_gpu") == found[:, None]).any(axis=1).all()
+        assert (drawn_candidates(*named, implementation="mosaic_gpu") == found[:, None]).any(axis=1).all()

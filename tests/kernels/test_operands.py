@@ -57,7 +57,7 @@ FUSED: dict[str, dict[str, Any]] = {
     },
     "drawn_choice": {"logits": ones((M, 50)), "keys": zeros((M, 2), jnp.uint32), "temperature": ones(M)},
     "drawn_candidates": {
-        "logits": ones((M, 50)), "keys": zeros((M, 2), jnp.uint32), "temperature": ones(M), "margin": 1.0,
+        "logits": ones((M, 50)), "keys": zeros((M, 2), jnp.uint32), "temperature": ones(M),
     },
     "latent_unpack": {"packed": zeros((M, 160), jnp.uint8), "kv_lora_rank": 128},
 }  # fmt: skip

@@ -11,7 +11,7 @@ import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, scf, vector
+from jaxlib.mlir.dialects import arith, vector
 
 from dflash_kernels.core.device import WARPGROUP
 from dflash_kernels.mosaic_gpu import ptx as th
@@ -26,55 +26,79 @@ def _strided(size: int) -> Any:
     return plgpu.Layout.WG_STRIDED((size,), vec_size=size // WARPGROUP)
 
 
-def _interpreted(values, key, least, first, start, over, louder, *, hashed, exponential):
-    places = start + jnp.arange(values.shape[0], dtype=jnp.int32)
-    later = exponential(*hashed(jnp.stack([jnp.asarray(word).astype(jnp.uint32) for word in key]), places, 0))
-    noise = -jnp.log(jnp.where(places == first, least, least + later))
-    return jnp.where(values > over, values + louder * noise, -jnp.inf)
+def _row(dtype: Any) -> plgpu.ShapeDtypeStruct:
+    """One number of each thread."""
+    return plgpu.ShapeDtypeStruct((WARPGROUP,), jnp.dtype(dtype), layout=_strided(WARPGROUP))
+
+
+def _interpreted(best, values, key, least, first, start, over, loudest, louder, *, hashed, exponential):
+    sums, places = best
+    here = start + jnp.arange(values.shape[0], dtype=jnp.int32)
+    later = exponential(*hashed(jnp.stack([jnp.asarray(word).astype(jnp.uint32) for word in key]), here, 0))
+    noise = -jnp.log(jnp.where(here == first, least, least + later))
+    values, noise, here = (each.reshape(WARPGROUP, -1) for each in (values, noise, here))
+    noisy = jnp.where(values + loudest > jnp.maximum(over, sums)[:, None], values + louder * noise, -jnp.inf)
+    most, which = noisy.max(axis=1), noisy.argmax(axis=1)
+    return jnp.maximum(sums, most), jnp.where(most > sums, here[jnp.arange(WARPGROUP), which], places)
 
 
 @thread_op(
-    args=lambda values, *_, **__: (_strided(values.shape[0]), *[SCALAR] * 6),
-    returns=lambda values, *_, **__: plgpu.ShapeDtypeStruct(
-        values.shape, jnp.dtype(jnp.float32), layout=_strided(values.shape[0])
-    ),
+    args=lambda best, values, *_, **__: (_strided(WARPGROUP), _strided(values.shape[0]), *[SCALAR] * 7),
+    returns=[_row(jnp.float32), _row(jnp.int32)],
     interpret=_interpreted,
 )
-def with_noise(
-    values: Any, key: Any, least: Any, first: Any, start: Any, over: Any, louder: Any, *, hashed: Any, exponential: Any
-) -> Any:
-    """A row's numbers with the noise of their places where they are above a bound, -inf elsewhere.
+def best_with_noise(
+    best: Any, values: Any, key: Any, least: Any, first: Any, start: Any, over: Any, loudest: Any, louder: Any,
+    *, hashed: Any, exponential: Any,
+) -> Any:  # fmt: skip
+    """Each thread's largest sum of a number and the noise of its place, and that place.
 
-    A thread hashes for the numbers above the bound alone, and the threads of a warp wait for each other: few such numbers cost
-    little, wherever they are.
+    A thread hashes for the numbers that may exceed what is known, one after the other, and the threads of a warp wait for the one
+    that has most of them: few such numbers cost little, wherever they are.
 
     Args:
+      best: the sums and places found so far, `[128]` each; of equal sums these stay.
       values: `[n]` float32, n / 128 neighbouring numbers a thread.
       key: two int32 words.
       least, first: the first time of the places' chunk, and the place that it belongs to.
       start: the place of the first number.
-      over: the bound.
+      over: a sum that the best one of all exceeds.
+      loudest: more than any noise of the chunk, times its factor.
       louder: the noise's factor.
       hashed, exponential: the definitions, which the interpreter takes.
     """
     per_thread = values.shape[0] // WARPGROUP
     begin = th.add(start, th.mul(th.thread(), per_thread))
-    found = []
-    for index in range(per_thread):
-        value = vector.extract(values.registers.item(), [], [index])
-        branch = scf.IfOp(arith.cmpf(arith.CmpFPredicate.OGT, value, over), [th.f32()], has_else=True)
-        heard, unheard = (region.blocks[0] for region in branch.regions)
-        with ir.InsertionPoint(heard):
-            place = th.add(begin, index)
-            later = _exponential(*_threefry(key, place, 0))
-            time = th.select(th.compare(place, "eq", first), least, th.fadd(least, later))
-            scf.yield_([th.fsub(value, th.fmul(louder, _log(time)))])
-        with ir.InsertionPoint(unheard):
-            scf.yield_([th.real(-math.inf)])
-        found.append(branch.results[0])
-    register = vector.from_elements(ir.VectorType.get((per_thread,), th.f32()), found)
-    layout = mgpu.WGStridedFragLayout(values.shape, per_thread)
-    return mgpu.FragmentedArray(_registers=np.array([register], dtype=object), _layout=layout, _is_signed=None)
+    sum_, place = (vector.extract(each.registers.item(), [], [0]) for each in best)
+    numbers = [vector.extract(values.registers.item(), [], [index]) for index in range(per_thread)]
+    bound = th.fsub(arith.maximumf(over, sum_), loudest)
+    left = th.number(0)
+    for index, number in enumerate(numbers):
+        loud = arith.cmpf(arith.CmpFPredicate.OGT, number, bound)
+        left = th.either(left, th.select(loud, th.number(1 << index), th.number(0)))
+
+    @th.fori(th.bits_set(left), [left, sum_, place])
+    def found(_, carry):
+        left, sum_, place = carry
+        index = th.first_bit(left)
+        value = numbers[-1]
+        for other in range(per_thread - 1):
+            value = th.select(th.compare(index, "eq", other), numbers[other], value)
+        here = th.add(begin, index)
+        later = _exponential(*_threefry(key, here, 0))
+        time = th.select(th.compare(here, "eq", first), least, th.fadd(least, later))
+        noisy = th.fsub(value, th.fmul(louder, _log(time)))
+        better = arith.cmpf(arith.CmpFPredicate.OGT, noisy, sum_)
+        return [arith.andi(left, th.sub(left, 1)), th.select(better, noisy, sum_), th.select(better, here, place)]
+
+    _, sum_, place = found.results
+    return [_one_each(sum_, None), _one_each(place, True)]
+
+
+def _one_each(value: Any, is_signed: bool | None) -> Any:
+    register = vector.from_elements(ir.VectorType.get((1,), value.type), [value])
+    layout = mgpu.WGStridedFragLayout((WARPGROUP,), 1)
+    return mgpu.FragmentedArray(_registers=np.array([register], dtype=object), _layout=layout, _is_signed=is_signed)
 
 
 def _threefry(key: Any, place: Any, kind: int) -> tuple[Any, Any]:

@@ -212,6 +212,17 @@ def bit_and(a, b):
     return arith.andi(a, constant(b, a))
 
 
+def bits_set(word):
+    """How many bits of a word are 1."""
+    return utils.inline_ptx("popc.b32 $0, $1;", word, result_types=i32())
+
+
+def first_bit(word):
+    """The lowest bit that is 1 of a word that has one."""
+    ptx = "{ .reg .b32 turned; brev.b32 turned, $1; clz.b32 $0, turned; }"
+    return utils.inline_ptx(ptx, word, result_types=i32())
+
+
 def under(a, bound: int):
     """`below` of numbers without a sign."""
     return arith.cmpi(arith.CmpIPredicate.ult, a, utils.c(bound, i32()))

@@ -73,21 +73,15 @@ def drawn_candidates(
     logits: Float[Array, "M V"],
     keys: UInt32[Array, "R 2"],
     temperature: Float[Array, "R"],
-    margin: float,
     *,
     implementation: Implementation = None,
 ) -> Int[Array, "R C"]:
     """Shortlist of `drawn_choice` for logits that are not exact: the choice in each of eight groups of tokens, the row's among
     them.
 
-    Which tokens form a group is the implementation's choice.
-
-    Args:
-      margin: token 0 may stand for a group whose choice is worse than the row's by more than so much of a logit.
-
-    Other arguments and errors: see `filtered_choice`.
+    Which tokens form a group is the implementation's choice. Arguments and errors: see `filtered_choice`.
     """
-    return _call("drawn_candidates", implementation, logits, keys, temperature, margin)
+    return _call("drawn_candidates", implementation, logits, keys, temperature)
 
 
 def drawn_refusal(logits: Float[Array, "*R V"] | jax.ShapeDtypeStruct) -> str | None:

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +11,18 @@ from jaxtyping import Array, Float, Int, UInt32
 from dflash_kernels.core.device import WARPGROUP, require_hopper
 from dflash_kernels.sampling.noise import CHUNK
 
+PARTS = 8  # of a row that is not filtered, a CTA each
+MULTIPROCESSORS = 132
 MOST_TOKENS = 2**24  # of a vocabulary, whose ids float32 holds
 VECTOR = CHUNK // WARPGROUP  # neighbouring entries that a thread reads
+
+
+class Choices(NamedTuple):
+    """What the parts of rows have: the place of each one's choice, its sum less the part's largest logit, and that logit."""
+
+    places: Int[Array, "R P"]
+    sums: Float[Array, "R P"]
+    tops: Float[Array, "R P"]
 
 
 def filtered_choice_mosaic_gpu(
@@ -26,7 +36,7 @@ def filtered_choice_mosaic_gpu(
 ) -> Int[Array, "R"]:
     """See `filtered_choice`."""
     require_hopper()
-    return launch(logits, keys, temperature, (min_p, top_k, top_p))
+    return launch(logits, keys, temperature, (min_p, top_k, top_p)).places[:, 0]
 
 
 def drawn_choice_mosaic_gpu(
@@ -34,15 +44,25 @@ def drawn_choice_mosaic_gpu(
 ) -> Int[Array, "R"]:
     """See `drawn_choice`."""
     require_hopper()
-    return launch(logits, keys, temperature)
+    return best_of_parts(launch(logits, keys, temperature, parts=PARTS), temperature)
 
 
 def drawn_candidates_mosaic_gpu(
-    logits: Float[Array, "M V"], keys: UInt32[Array, "R 2"], temperature: Float[Array, "R"], margin: float
+    logits: Float[Array, "M V"], keys: UInt32[Array, "R 2"], temperature: Float[Array, "R"]
 ) -> Int[Array, "R C"]:
-    """See `drawn_candidates`."""
+    """See `drawn_candidates`. A group has every eighth chunk of noise."""
     require_hopper()
-    return launch(logits, keys, temperature, margin=margin)
+    return launch(logits, keys, temperature, parts=PARTS).places
+
+
+def best_of_parts(found: Choices, temperature: Float[Array, "R"]) -> Int[Array, "R"]:
+    """The choice of each row; of equal sums the first place."""
+    top = jnp.max(found.tops, axis=1, keepdims=True)
+    factor = jnp.where(temperature > 0, jnp.maximum(temperature.astype(jnp.float32), jnp.finfo(jnp.float32).tiny), 1.0)
+    sums = jnp.where(found.tops > -jnp.inf, found.sums + (found.tops - top) / factor[:, None], -jnp.inf)
+    return jnp.min(
+        jnp.where(sums == jnp.max(sums, axis=1, keepdims=True), found.places, jnp.iinfo(jnp.int32).max), axis=1
+    )
 
 
 def require_rows(logits: jax.Array | jax.ShapeDtypeStruct) -> None:
@@ -56,11 +76,11 @@ def require_rows(logits: jax.Array | jax.ShapeDtypeStruct) -> None:
         raise NotImplementedError(f"takes rows of at most {MOST_TOKENS}, whose places float32 holds, not {size}")
 
 
-@functools.partial(jax.jit, static_argnames=("margin", "warpgroups", "interpret"))
+@functools.partial(jax.jit, static_argnames=("parts", "warpgroups", "interpret"))
 def launch(
-    logits: Array, keys: Array, temperature: Array, limits: Sequence[Array] = (), *, margin: float | None = None,
+    logits: Array, keys: Array, temperature: Array, limits: Sequence[Array] = (), *, parts: int = 1,
     warpgroups: int | None = None, interpret: Any = None,
-) -> Array:  # fmt: skip
+) -> Choices:  # fmt: skip
     """The kernel without the device check: for tests on the CPU (`interpret`). `limits`: min_p, top_k and top_p."""
     # Not at the top: other machines need neither Pallas nor the time its import takes.
     from dflash_kernels.sampling import mosaic_gpu_sm90 as kernel
@@ -69,5 +89,7 @@ def launch(
     if limits:
         min_p, top_k, top_p = limits
         limits = jnp.log(min_p.astype(jnp.float32)), top_k.astype(jnp.int32), top_p.astype(jnp.float32)
-    options: Any = {"interpret": interpret, **({} if warpgroups is None else {"warpgroups": warpgroups})}
-    return kernel.choose(logits, keys, temperature.astype(jnp.float32), limits, margin=margin, **options)
+    if warpgroups is None:
+        warpgroups = kernel.WARPGROUPS if parts == 1 else 4 if keys.shape[0] * parts <= MULTIPROCESSORS else 2
+    options: Any = {"parts": parts, "warpgroups": warpgroups, "interpret": interpret}
+    return Choices(*kernel.choose(logits, keys, temperature.astype(jnp.float32), limits, **options))

@@ -36,10 +36,9 @@ def drawn_choice_reference(
 
 
 def drawn_candidates_reference(
-    logits: Float[Array, "M V"], keys: UInt32[Array, "R 2"], temperature: Float[Array, "R"], margin: float
+    logits: Float[Array, "M V"], keys: UInt32[Array, "R 2"], temperature: Float[Array, "R"]
 ) -> Int[Array, "R C"]:
     """See `drawn_candidates`. A group has every eighth token."""
-    del margin
     rows, vocab = len(keys), logits.shape[1]
     scaled = scaled_logits(logits[:rows].astype(jnp.float32), temperature[:, None])
     more = ((0, 0), (0, -vocab % CANDIDATES))
