@@ -3,10 +3,12 @@
 from dataclasses import replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from dflash_jax.config import RopeConfig
+from dflash_jax.models import family_for
 from dflash_jax.models.deepseek_v4 import HEAVY, SLIDING, SPARSE, DeepseekV4Config
 
 from .hybrid_pair import quiet
@@ -27,15 +29,19 @@ def compressed_config(**changes: Any) -> DeepseekV4Config:
     return replace(base, **changes)
 
 
-def _edited(weights: dict[str, dict[str, Any]]) -> None:
-    """As `quiet`, with experts for each token, and all that `init_params` leaves at 0."""
-    quiet(weights)
-    rng, target = np.random.default_rng(5), weights["target"]
-    for name, array in target.items():
-        if name.endswith(".router.table"):
-            target[name] = jnp.array(rng.integers(0, 4, array.shape), jnp.int32)
-        elif name.endswith((".sinks", ".places", ".router.bias")):
-            target[name] = jnp.array(rng.normal(size=array.shape), jnp.float32)
+def _drawn(config: Any, seed: int, sharpen: float = 4.0) -> dict[str, jax.Array]:
+    """Weights of a model by NumPy, as JAX would compile a program for each shape: norms are 1, and nothing is 0."""
+    rng, params = np.random.default_rng(seed), dict[str, jax.Array]()
+    for one in family_for(config).parameters(config):
+        if one.dtype == "int32":
+            drawn = rng.integers(0, config.num_experts, one.shape)
+        elif one.name.endswith("norm.weight"):
+            drawn = np.ones(one.shape)
+        else:
+            scale = sharpen * (0.02 if one.name.startswith("embed") else one.shape[-1] ** -0.5)
+            drawn = rng.normal(size=one.shape) * (scale if len(one.shape) > 1 else 1.0)
+        params[one.name] = jnp.array(drawn, one.dtype or "float32")
+    return params
 
 
 def compressed_pair(target: DeepseekV4Config | None = None, **options: Any) -> Pair:
@@ -46,4 +52,4 @@ def compressed_pair(target: DeepseekV4Config | None = None, **options: Any) -> P
         "target_hidden_size": target.feature_width,
         "target_layer_ids": (-1, 0, 1),
     }
-    return Pair(target, draft_config(**sizes | options.pop("draft", {})), edit=_edited, **options)
+    return Pair(target, draft_config(**sizes | options.pop("draft", {})), edit=quiet, draw=_drawn, **options)

@@ -51,9 +51,9 @@ def _times(array: jax.Array, factor: float) -> jax.Array:
 class Pair:
     """An engine over a random pair, with what tests ask of it."""
 
-    def __init__(self, target=None, draft=None, *, edit=None, **engine):
+    def __init__(self, target=None, draft=None, *, edit=None, draw=random_params, **engine):
         self.target, self.draft = target or target_config(), draft or draft_config()
-        weights = {"target": random_params(self.target, 0), "draft": random_params(self.draft, 1, 1.0)}
+        weights = {"target": draw(self.target, 0), "draft": draw(self.draft, 1, 1.0)}
         if edit is not None:
             edit(weights)
         weights["draft"] = fuse_context_projection(self.draft, weights["draft"])

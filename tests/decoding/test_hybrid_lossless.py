@@ -101,15 +101,28 @@ def test_greedy_texts_whatever_number_of_proposals_stands(monkeypatch: pytest.Mo
 
 
 def hold_any_number(monkeypatch: pytest.MonkeyPatch, pair: Pair) -> None:
-    """Each cycle's proposals are the text that comes, wrong from a place on that changes from cycle to cycle: 1 to all tokens of a
-    block stand. `HYBRID_TEXTS` prompts of 64 tokens each, some alone and all in ragged batches."""
+    """1 to all tokens of a block stand. `HYBRID_TEXTS` prompts of 64 tokens each, some alone and all in ragged batches."""
     many, tokens, block = int(os.environ.get("HYBRID_TEXTS", "6")), 64, pair.draft.block_size
     prompts = random_prompts([1 + 37 * i % 90 for i in range(many)], seed=21)
     each = [SamplingParams(max_tokens=tokens, seed=i) for i in range(many)]
     plain, ones, _ = pair.run(prompts, each, draft=False)
-    texts = np.zeros((many, 90 + tokens + 2 * block), np.int32)
-    for row, prompt, text in zip(texts, prompts, plain, strict=True):
-        row[: len(prompt) + tokens] = prompt + text
+    propose_in_part(monkeypatch, [prompt + text for prompt, text in zip(prompts, plain, strict=True)], block)
+    drafted, counts, _ = pair.run(prompts, each)
+    assert drafted == plain
+    assert counts_of(ones) == {1}
+    assert len(counts_of(counts)) >= min(block, 2 * many)
+    for i in range(0, many, 2):
+        assert pair.run(prompts[i : i + 1], each[i])[:2] == (plain[i : i + 1], counts[i : i + 1])
+
+
+def propose_in_part(monkeypatch: pytest.MonkeyPatch, known: list[list[int]], block: int) -> None:
+    """Each cycle's proposals are the text that comes, wrong from a place on that changes from cycle to cycle.
+
+    `known` are prompts with their texts, by the requests' seeds, which count from 0.
+    """
+    texts = np.zeros((len(known), max(map(len, known)) + 2 * block), np.int32)
+    for row, text in zip(texts, known, strict=True):
+        row[: len(text)] = text
     stands = np.random.default_rng(4).integers(0, block, texts.shape)
     seen, draft_block = [], cycle.draft_block
 
@@ -117,7 +130,7 @@ def hold_any_number(monkeypatch: pytest.MonkeyPatch, pair: Pair) -> None:
         seen[:] = [state]
         return draft_block(drafter, target, pages, table, state, *rest)
 
-    def known(drafter, block_states, head, index):
+    def proposals(drafter, block_states, head, index):
         (state,), places = seen, jnp.arange(1, block)
         who = state.request.seed[:, -1].astype(jnp.int32)
         right = jnp.asarray(texts)[who[:, None], state.seq_lens[:, None] + places]
@@ -127,13 +140,7 @@ def hold_any_number(monkeypatch: pytest.MonkeyPatch, pair: Pair) -> None:
         return jnp.pad(found, ((0, 0), (rest, 0)))
 
     monkeypatch.setattr(cycle, "draft_block", remember)
-    monkeypatch.setattr(cycle, "best_proposals", known)
-    drafted, counts, _ = pair.run(prompts, each)
-    assert drafted == plain
-    assert counts_of(ones) == {1}
-    assert len(counts_of(counts)) >= min(block, 2 * many)
-    for i in range(0, many, 2):
-        assert pair.run(prompts[i : i + 1], each[i])[:2] == (plain[i : i + 1], counts[i : i + 1])
+    monkeypatch.setattr(cycle, "best_proposals", proposals)
 
 
 @pytest.mark.few
