@@ -1,6 +1,7 @@
 """DeepSeek V4: transformers' logits and taps, what its files say and what is refused, its drafter's file, and the way to our own
 format and back."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from dflash_jax.models.presets import DEEPSEEK_V4_TARGETS
 from dflash_jax.options import LoadOptions
 
 from ..published_layouts import LAYOUTS, TARGETS
+from ..quantized_folders import Parts, drawn_float8, mxfp4, released, save
 from .golden_files import GOLDEN, TOLERANCE
 from .golden_models import check_conversion, check_logits_and_taps, check_texts
 
@@ -54,22 +56,62 @@ def test_it_is_converted_there_and_back(tmp_path: Path) -> None:
     check_conversion(FOLDER, tmp_path)
 
 
-def test_names_of_the_release(tmp_path: Path) -> None:
-    """transformers writes some of its own; drafters inside of a checkpoint are left out."""
-    tensors = load_file(FOLDER / "model.safetensors")
-    released = {
+def released_names() -> dict[str, np.ndarray]:
+    """transformers writes some of its own."""
+    return {
         name.removeprefix("model.").replace("embed_tokens.", "embed.").replace("hc_head.hc_", "hc_head_").replace(
             "attn.norm.", "attn.kv_norm."
         ): tensor
-        for name, tensor in tensors.items()
+        for name, tensor in load_file(FOLDER / "model.safetensors").items()
     }  # fmt: skip
-    assert "layers.0.attn.kv_norm.weight" in released
-    assert len(released) == len(tensors)
-    save_file(released | {"mtp.0.attn.wkv.weight": np.zeros(3, np.float32)}, tmp_path / "model.safetensors")
+
+
+def test_names_of_the_release(tmp_path: Path) -> None:
+    """Drafters inside of a checkpoint are left out."""
+    tensors = released_names()
+    assert "layers.0.attn.kv_norm.weight" in tensors
+    save_file(tensors | {"mtp.0.attn.wkv.weight": np.zeros(3, np.float32)}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text((FOLDER / "config.json").read_text())
     ours, theirs = (open_checkpoint(folder).load("float32") for folder in (tmp_path, FOLDER))
     assert ours.keys() == theirs.keys()
     assert all(np.array_equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_the_release_in_eight_and_four_bits(tmp_path: Path) -> None:
+    """Projections in float8 with exponents of blocks, experts of four bits in int8 with those of 32 columns, both as `X.scale`."""
+
+    def of_eight(shape: tuple[int, ...], rng: np.random.Generator) -> tuple[Parts, np.ndarray]:
+        codes, scales, exact = drawn_float8(shape, (8, 8), rng, powers=True)
+        return {".weight": codes, ".scale": (np.log2(scales) + 127).astype(np.uint8)}, exact
+
+    def of_four(shape: tuple[int, ...], rng: np.random.Generator) -> tuple[Parts, np.ndarray]:
+        parts, exact = mxfp4(shape, rng)
+        return {".weight": parts[".weight_packed"].view(np.int8), ".scale": parts[".weight_scale"]}, exact
+
+    def projection(name: str, _: np.ndarray) -> bool:
+        return ".compressor.w" not in name and any(
+            part in name for part in (".wq_", ".wkv.", ".wo_", "shared_experts.")
+        )
+
+    tensors = {name: one.astype(np.float32) if one.dtype != np.int64 else one for name, one in released_names().items()}
+    stored, exact = released(tensors, of_eight, projection)
+    stored, whole = released(stored, of_four, lambda name, _: ".ffn.experts." in name)
+    exact = {name: whole[name] if ".ffn.experts." in name else one for name, one in exact.items()}
+    save(tmp_path / "model.safetensors", stored)
+    file = json.loads((FOLDER / "config.json").read_text())
+    said = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "scale_fmt": "ue8m0",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [8, 8],
+    }
+    (tmp_path / "config.json").write_text(json.dumps(file | {"quantization_config": said, "expert_dtype": "fp4"}))
+    checkpoint = open_checkpoint(tmp_path)
+    params, config = checkpoint.load("float32"), checkpoint.config
+    for parameter in family_for(config).parameters(config):
+        whole = np.concatenate([exact[source.name].reshape(source.taken) for source in parameter.sources])
+        np.testing.assert_array_equal(np.asarray(params[parameter.name]), whole.astype(params[parameter.name].dtype))
 
 
 def test_what_a_file_says() -> None:

@@ -3,11 +3,13 @@
     X.weight             float8_e4m3fn [F, D]
     X.weight_scale_inv   one for each block, [F/128, D/128]; what numbers are multiplied with, whatever its name says
     X.weight_scale       one for all, of AutoFP8 and vLLM; of each row, of FBGEMM
+    X.scale              the same as X.weight_scale_inv, of DeepSeek V4
     X.input_scale, X.activation_scale, X.input_scale_ub   what activations would be divided by, or their largest; not needed
 
 Experts in one tensor, `experts.gate_up_proj [E, 2F, D]`, have `experts.gate_up_proj_scale_inv`. With `scale_fmt: "ue8m0"` scales
 are powers of two, stored as such or as their exponents alone. With `store_dtype: "mxfp4"` (MiMo-V2) experts are in MXFP4: uint8
-[F, D/2], two numbers in E2M1, the first in the lower bits, and `X.weight_scale`, exponents of 32 columns, uint8 [F, D/32].
+[F, D/2], two numbers in E2M1, the first in the lower bits, and `X.weight_scale`, exponents of 32 columns, uint8 [F, D/32]. Those of
+DeepSeek V4 are int8, with such exponents in `X.scale`, and nothing says so but the tensors.
 
 Attention's projections of MiMo-V2 were cut for several devices before their pieces were rounded: blocks of rows begin anew with
 each piece, so that there are more of them. How many pieces there were is the smallest number that explains the scales of all
@@ -82,7 +84,7 @@ def _release(scales: str, activations: str, block: Block, *, fours: bool = False
         f"float8 {scales}" + (" and MXFP4" if fours else ""),
         f"float8, {activations}",
         partial(_find, block, fours),
-        {f".{suffix}": ".weight" for suffix in _OF_ACTIVATIONS} | dict.fromkeys(_SCALES, ""),
+        {f".{suffix}": ".weight" for suffix in _OF_ACTIVATIONS} | dict.fromkeys(_SCALES, "") | {".scale": ".weight"},
     )
 
 
@@ -91,16 +93,16 @@ def _find(
 ) -> dict[str, Found]:
     found, pieces = {}, _pieces(block, tensors)
     for name, codes in tensors.items():
-        if fours and codes.dtype == "U8" and name.endswith(".weight") and name not in lost:
+        own = name.endswith(".weight") and name not in lost
+        if own and ((fours and codes.dtype == "U8") or (codes.dtype == "I8" and _short(name) in tensors)):
             found[name] = _in_mxfp4(name, codes, tensors, problems)
         if codes.dtype != "F8_E4M3" or name in lost:
             continue
         places = (f"{name}_", name.removesuffix("weight"))
-        beside = [f"{name}{suffix}" for suffix in _SCALES] + [
-            f"{place}{end}" for place in places for end in _OF_ACTIVATIONS
-        ]
+        of_weights = [*(f"{name}{suffix}" for suffix in _SCALES), _short(name)]
+        beside = of_weights + [f"{place}{end}" for place in places for end in _OF_ACTIVATIONS]
         names, matrix = [name, *(one for one in beside if one in tensors)], None
-        scale = next((tensors[name + suffix] for suffix in _SCALES if name + suffix in tensors), None)
+        scale = next((tensors[one] for one in of_weights if one in tensors), None)
         if scale is None:
             problems.append(f"tensor {name} is in float8 and has no scale {name}{_SCALES[0]}; fetch the tensors again")
         else:
@@ -110,8 +112,13 @@ def _find(
     return found
 
 
+def _short(name: str) -> str:
+    """Name of a matrix's scales in DeepSeek V4's files."""
+    return f"{name.removesuffix('weight')}scale"
+
+
 def _in_mxfp4(name: str, codes: Tensor, tensors: Mapping[str, Tensor], problems: list[str]) -> Found:
-    scale = tensors.get(f"{name}_scale")
+    scale = tensors.get(f"{name}_scale", tensors.get(_short(name)))
     if scale is None:
         problems.append(f"tensor {name} is in MXFP4 and has no scale {name}_scale; fetch the tensors again")
         return Found(None, [name])
