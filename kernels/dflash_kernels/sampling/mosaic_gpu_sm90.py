@@ -212,8 +212,8 @@ class _Row:
 
         # A sum that there is.
         known = _full(-jnp.inf, _ONE_EACH)
-        for spoken, loudest in heard:
-            known = jnp.maximum(known, scaled(spoken, _ONE_EACH) + loudest)
+        for spoken, bound in heard:
+            known = jnp.maximum(known, scaled(spoken, _ONE_EACH) + bound)
         self._reduce("max", known, self.sums, 0)
         over = self.sums[self.wg, 0] - 2 * SLACK
 
