@@ -18,6 +18,7 @@ import dflash_jax as dj
 from ..convert.conftest import DFLASH, QWEN3, Folders
 from ..models.gpt_oss_reference import packed
 from ..parallel.test_texts_on_gpus import distances
+from . import gpu_families
 
 VOCAB, LAYERS = 4096, 3
 COMMON: dict[str, Any] = {
@@ -151,6 +152,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "qwen3.5 weights fp8, pages fp8": (HYBRID, {"weight_dtype": "fp8", "cache_dtype": "fp8"}),
     "qwen3.5 moe": (HYBRID_MOE, {}),
     "qwen3-next": (NEXT, {}),
+    **gpu_families.CASES,
 }
 OPTIONS: dict[str, Any] = {"max_batch": 8, "max_model_len": 1024, "page_size": 64}
 GREEDY = dj.SamplingParams(max_tokens=48, ignore_eos=True)
@@ -168,7 +170,9 @@ EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 def folder_of(config: dict[str, Any], root: Path) -> Path:
     """A target's folder with a drafter in it."""
     made = Folders(root)
-    tensors = made.tensors({key: value for key, value in config.items() if key != "quantization_config"})
+    tensors = gpu_families.tensors_of(
+        {key: value for key, value in config.items() if key != "quantization_config"}, made
+    )
     tensors = packed(tensors) if "quantization_config" in config else tensors
     if not config["tie_word_embeddings"]:
         tensors["lm_head.weight"][LIKELY] *= 6
@@ -176,7 +180,10 @@ def folder_of(config: dict[str, Any], root: Path) -> Path:
     words = tokenizers.models.WordLevel({f"w{token}": token for token in range(VOCAB)}, unk_token="w0")
     (target / "tokenizer.json").write_text(tokenizers.Tokenizer(words).to_str())
     drafter = DFLASH | DENSE | {"architectures": DFLASH["architectures"], "num_hidden_layers": 1, "block_size": 16}
-    drafter |= {"num_target_layers": LAYERS, "dflash_config": {"mask_token_id": 95, "target_layer_ids": [0, 1]}}
+    drafter |= {
+        "num_target_layers": config["num_hidden_layers"],
+        "dflash_config": {"mask_token_id": 95, "target_layer_ids": [0, 1]},
+    }
     made.write("target/draft", drafter, made.tensors(drafter))
     return target
 
