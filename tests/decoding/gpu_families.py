@@ -11,6 +11,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from dflash_jax.models import family_of
+
 from ..convert.conftest import Folders
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
@@ -155,16 +157,19 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def tensors_of(config: Mapping[str, Any], folders: Folders) -> dict[str, np.ndarray]:
-    """Those that `folders` draws, but time steps and rates of decay as transformers begins with them: a state whose tokens were
-    forgotten at once would hide what is wrong with it. Biases of convolutions are about 0, as published ones are."""
-    tensors, rng = folders.tensors(config), np.random.default_rng(1)
+def tensors_of(folders: Folders, config: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Those that `folders` draws but for some. Time steps and rates of decay are as transformers begins with them: a state whose
+    tokens were forgotten at once would hide what is wrong with it. Biases of convolutions are about 0, and so are weights of norms
+    to which 1 is added: twice as large queries and keys would let one key decide."""
+    tensors, rng, family = folders.tensors(config), np.random.default_rng(1), family_of(config)
+    rows = family.parameters(family.config(config))
+    centered = {source.name for row in rows if row.name.endswith(".offset") for source in row.sources}
     for name, tensor in tensors.items():
         if name.endswith(".A_log"):
             drawn = np.log(rng.uniform(1, 16, tensor.shape))
         elif name.endswith(".dt_bias"):
             drawn = np.log(np.expm1(np.exp(rng.uniform(np.log(0.001), np.log(0.1), tensor.shape))))
-        elif name.endswith(".conv1d.bias"):
+        elif name.endswith(".conv1d.bias") or name in centered:
             drawn = rng.normal(size=tensor.shape) * 0.1
         else:
             continue
