@@ -31,30 +31,30 @@ SIGMOID: dict[str, Any] = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 # Short convolutions of three taps, heads of 64, four queries to a key.
 LFM2: dict[str, Any] = {
     "architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "vocab_size": 4096, "hidden_size": 1024,
-    "intermediate_size": 3072, "block_auto_adjust_ff_dim": False, "num_hidden_layers": 4, "num_attention_heads": 16,
-    "num_key_value_heads": 4, "layer_types": ["conv", "conv", FULL, "conv"], "max_position_embeddings": 2048, "norm_eps": 1e-5,
+    "intermediate_size": 3072, "block_auto_adjust_ff_dim": False, "num_hidden_layers": 3, "num_attention_heads": 16,
+    "num_key_value_heads": 4, "layer_types": ["conv", FULL, "conv"], "max_position_embeddings": 2048, "norm_eps": 1e-5,
     "conv_L_cache": 3, "conv_bias": False, "rope_theta": 1e6, "tie_word_embeddings": True, "eos_token_id": 1,
 }  # fmt: skip
 LFM2_MOE: dict[str, Any] = {key: value for key, value in LFM2.items() if not key.startswith("block_")} | EXPERTS | {
-    "architectures": ["Lfm2MoeForCausalLM"], "model_type": "lfm2_moe", "num_dense_layers": 2, "norm_topk_prob": True,
+    "architectures": ["Lfm2MoeForCausalLM"], "model_type": "lfm2_moe", "num_dense_layers": 1, "norm_topk_prob": True,
     "routed_scaling_factor": 1.0, "use_expert_bias": True,
 }  # fmt: skip
 # Heads of Mamba 2 of 64 with a state of 128, eight to a group, 16 queries to a key; experts of no whole number of 128 columns.
 NEMOTRON: dict[str, Any] = COMMON | ROUTED | {
-    "architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h", "num_hidden_layers": 5,
-    "hybrid_override_pattern": "ME*EM", "num_attention_heads": 32, "num_key_value_heads": 2, "mamba_num_heads": 32,
+    "architectures": ["NemotronHForCausalLM"], "model_type": "nemotron_h", "num_hidden_layers": 4,
+    "hybrid_override_pattern": "ME*M", "num_attention_heads": 32, "num_key_value_heads": 2, "mamba_num_heads": 32,
     "mamba_head_dim": 64, "n_groups": 4, "ssm_state_size": 128, "conv_kernel": 4, "chunk_size": 128, "expand": 2,
     "moe_intermediate_size": 576, "moe_shared_expert_intermediate_size": 1152, "mlp_hidden_act": "relu2", "norm_eps": 1e-5,
 }  # fmt: skip
 del NEMOTRON["rms_norm_eps"]
 # Experts of a narrower projection of the stream, as Nemotron 3 Super's; and a dense feed-forward.
-NEMOTRON_LATENT = NEMOTRON | {"hybrid_override_pattern": "ME*-M", "moe_latent_size": 256}
+NEMOTRON_LATENT = NEMOTRON | {"hybrid_override_pattern": "ME*-", "moe_latent_size": 256}
 LATENT: dict[str, Any] = {key: value for key, value in COMMON.items() if key != "head_dim"} | {
     "num_attention_heads": 16, "num_key_value_heads": 16, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
     "v_head_dim": 128, "first_k_dense_replace": 1,
 }  # fmt: skip
 DELTA: dict[str, Any] = {"linear_num_heads": 8, "linear_head_dim": 128, "linear_conv_kernel_dim": 4}
-KINDS: dict[str, Any] = {"num_hidden_layers": 4, "layer_types": [LINEAR, LINEAR, FULL, LINEAR]}
+KINDS: dict[str, Any] = {"layer_types": [LINEAR, FULL, LINEAR]}
 KIMI: dict[str, Any] = LATENT | KINDS | DELTA | {
     "architectures": ["KimiLinearForCausalLM"], "model_type": "kimi_linear", "q_lora_rank": None, "mla_use_nope": True,
     "rms_norm_eps": 1e-5, "num_experts": 16, "num_experts_per_token": 4, "num_shared_experts": 1, "moe_intermediate_size": 512,
@@ -128,9 +128,9 @@ MINIMAX_M3: dict[str, Any] = COMMON | {
     },
 }  # fmt: skip
 MUSE: dict[str, Any] = COMMON | {
-    "architectures": ["MuseGlimmerForCausalLM"], "model_type": "muse_glimmer_text", "num_hidden_layers": 4,
+    "architectures": ["MuseGlimmerForCausalLM"], "model_type": "muse_glimmer_text",
     "num_attention_heads": 32, "num_key_value_heads": 2, "hidden_activation": "silu", "sliding_window": 128,
-    "layer_types": [SLIDING, SLIDING, SLIDING, FULL], "layer_rope_theta": [5e5, 5e5, 5e5, 0], "rms_norm_eps": 1e-5,
+    "layer_types": [SLIDING, SLIDING, FULL], "layer_rope_theta": [5e5, 5e5, 0], "rms_norm_eps": 1e-5,
     "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "qk_scale_factor": 3.87,
     "output_multiplier": 0.19611613513818404, "post_norm_eps": 1e-8, "final_logit_softcapping": 20.0,
 }  # fmt: skip
