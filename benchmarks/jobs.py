@@ -107,7 +107,6 @@ BENCHMARKS = {
 WITHOUT_ROWS = (
     "decode_27b_32k",
     "decode_35b_32k",
-    "decode_exact_8b",
     "pair_fp8",
     "pair_draft_fp8_dynamic",
     "pair_dflash",
