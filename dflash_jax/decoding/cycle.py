@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, no_type_check
 
 import jax
 import jax.numpy as jnp
-from dflash_kernels import RankExchange
+from dflash_kernels import RankExchange, drawn_choice, drawn_refusal
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from dflash_jax.attention.paged import PagedAttend, write_context
@@ -22,11 +22,20 @@ from dflash_jax.decoding.draft_window import last_pages
 from dflash_jax.decoding.grammar_masks import masked
 from dflash_jax.decoding.grammar_tables import GrammarTables, block_states, states_after, table_masks
 from dflash_jax.decoding.head_proposals import last_features, picker, with_noise
-from dflash_jax.decoding.sampling import choose, filtered_logits, is_stop, noise_at, sample, without_stops
+from dflash_jax.decoding.sampling import (
+    Noise,
+    choose,
+    filtered_logits,
+    is_stop,
+    noise_at,
+    noise_keys,
+    sample,
+    without_stops,
+)
 from dflash_jax.decoding.state import DecodeState, Emitted, Plans, Setup, Weights, attending_heads
 from dflash_jax.decoding.verify_budget import MOST_LOG_ODDS, budget, log_odds, survivals
 from dflash_jax.execution.draft_context import context_products, make_context_workspace
-from dflash_jax.execution.draft_head import best_by_index, best_proposals, shortlist
+from dflash_jax.execution.draft_head import best_by_index, best_proposals, drawn_by_index, draws_by_index, shortlist
 from dflash_jax.execution.persistent import make_workspace
 from dflash_jax.execution.plan import ContextPlan
 from dflash_jax.execution.runner import LAYER_BY_LAYER, Planned
@@ -112,9 +121,11 @@ class Rows:
     factors: Any
 
 
-def drawn_noise(setup: Setup, state: DecodeState) -> Float[Array, "B T V"] | None:
-    """Drawn once: drafter and target add the same noise."""
-    return None if setup.greedy else noise_at(state.request.seed, emitted_at(setup, state), setup.target.vocab_size)
+def drawn_noise(setup: Setup, state: DecodeState) -> Noise | None:
+    """Drafter and target add the same noise."""
+    if setup.greedy:
+        return None
+    return Noise(noise_keys(state.request.seed, emitted_at(setup, state)), setup.target.vocab_size)
 
 
 def emitted_at(setup: Setup, state: DecodeState) -> Int[Array, "B T"]:
@@ -127,7 +138,7 @@ def drafted(
     weights: Weights,
     page_table: Any,
     state: DecodeState,
-    noise: Float[Array, "B T V"] | None,
+    noise: Noise | None,
     workspaces: Workspaces = Workspaces(),  # noqa: B008 - of constants
     estimate: Float[Array, "E"] | None = None,
     shared: Int[Array, "*groups B"] | None = None,
@@ -155,7 +166,7 @@ def drafted(
                 if drafter.head is not None or (setup.mode == "greedy" and setup.per_request):
                     listed = shortlist(drafter.config.head, proposing, head, index, drafter.head_rows)
                 if drafter.head is not None:
-                    draft_noise = None if noise is None else noise[:, :-1]
+                    draft_noise = None if noise is None else noise.table[:, :-1]
                     judged = drafter.judged(
                         block,
                         setup.width - 1,
@@ -185,12 +196,21 @@ def drafted(
                     draft_law = Law(*listed)
                     first = jnp.argmax(draft_law.logits, axis=-1, keepdims=True)
                     proposals = jnp.take_along_axis(listed[1], first, axis=-1)[..., 0]
+                elif shares_noise(setup) and draws_by_index(drafter.config, proposing, head, index, drafter.head_rows):
+                    assert noise is not None, "not greedy"
+                    louder = state.request.temperature * setup.draft_temperature
+                    proposals = drawn_by_index(proposing, head, index, noise.keys[:, :-1], louder)
                 else:
                     draft_logits = drafter.logits(proposing, head)
                     if state.adjust is not None:
                         draft_logits = proposing_logits(draft_logits, state.adjust)
-                    draft_noise = None if noise is None else noise[:, :-1]
-                    proposals = propose(setup, draft_logits, positions[:, :-1], state, draft_noise)
+                    rounded = draft_logits.astype(proposing.dtype) if plain_logits(drafter.config) else draft_logits
+                    if shares_noise(setup) and drawn_refusal(rounded) is None:
+                        assert noise is not None, "not greedy"
+                        proposals = drawn_proposals(setup, rounded, state, noise.keys[:, :-1])
+                    else:
+                        draft_noise = None if noise is None else noise.table[:, :-1]
+                        proposals = propose(setup, draft_logits, positions[:, :-1], state, draft_noise)
             if setup.per_request:
                 with jax.named_scope("budget"):
                     odds, lengths, pack = shared_rows(setup, draft_law, draft_logits, state, estimate, told)
@@ -241,7 +261,7 @@ def judged(
     state: DecodeState,
     block: Block,
     rows: Rows,
-    noise: Float[Array, "B T V"] | None,
+    noise: Noise | None,
     masks: UInt32[Array, "B T W"] | None = None,
     drafts: Bool[Array, "B"] | None = None,
     tables: GrammarTables | None = None,
@@ -288,7 +308,7 @@ def _chosen(
     of_slots: Callable[[Array], Array],
     found: tuple[Array, Array | None],
     positions: Int[Array, "B T"],
-    noise: Float[Array, "B T V"] | None,
+    noise: Noise | None,
     masks: UInt32[Array, "B T W"] | None,
 ) -> tuple[Int[Array, "B T"], Float[Array, "B T V"] | None]:
     """The target's own token at each place of a block, and the logits that it was chosen from, None where those are not written.
@@ -301,6 +321,8 @@ def _chosen(
     if raw is not None and setup.mode == "full":
         # In the product's dtype again, which filters compare in.
         logits = without_stops(raw.astype(hidden.dtype), state.request, state.produced)
+    elif raw is not None and setup.mode == "sampled" and plain_logits(target):
+        logits = raw.astype(hidden.dtype)
     if logits is None:
         chosen = of_slots(target.best(hidden))
     elif state.adjust is not None and setup.greedy:
@@ -522,6 +544,25 @@ def adjusted_proposals(
         logits = proposing_logits(drafter.logits(hidden, head), adjust)
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
     return best_by_index(hidden, head, index, regard=lambda *found: proposing_logits(found[0], adjust, found[1]))
+
+
+def plain_logits(of: Any) -> bool:
+    """Whether logits are what a product with the LM head gives, so that they lose nothing in its dtype."""
+    return of.logit_scale == 1.0 and not of.logit_softcap
+
+
+def shares_noise(setup: Setup) -> bool:
+    """Whether proposals are drawn with the target's noise, and nothing else is asked of the logits that they are drawn from."""
+    return setup.proposals == "shared_noise" and setup.mode in ("sampled", "full") and not setup.per_request
+
+
+def drawn_proposals(
+    setup: Setup, logits: Float[Array, "B g V"], state: DecodeState, keys: UInt32[Array, "B g 2"]
+) -> Int[Array, "B g"]:
+    """`propose` with shared noise by the kernel that makes the noise it needs."""
+    b, g, vocab = logits.shape
+    louder = jnp.repeat(state.request.temperature * setup.draft_temperature, g)
+    return drawn_choice(logits.reshape(b * g, vocab), keys.reshape(b * g, 2), louder).reshape(b, g)
 
 
 def propose(

@@ -12,8 +12,7 @@ from typing import Any, Literal, no_type_check
 
 import jax
 import jax.numpy as jnp
-from dflash_kernels import filter_logits, filtered_choice, scaled_logits
-from jax.extend.random import threefry2x32_p
+from dflash_kernels import drawn_choice, drawn_refusal, filter_logits, filtered_choice, noise_of_all, scaled_logits
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 Mode = Literal["greedy", "sampled", "full", "adjusted", "regular", "structured"]
@@ -39,6 +38,34 @@ class RequestArrays:
     stop_ids: Int[Array, "B E"]
 
 
+class Noise:
+    """Standard Gumbel noise of the tokens at some positions, all of which is made where somebody asks for all of it.
+
+    Attributes:
+      keys: of each position, from which kernels make the noise of the tokens that need it.
+    """
+
+    def __init__(self, keys: UInt32[Array, "B T 2"], vocab: int):
+        self.keys, self.vocab = keys, vocab
+
+    @functools.cached_property
+    def table(self) -> Float[Array, "B T V"]:
+        return noise_of_all(self.keys, self.vocab)
+
+
+def noise_keys(
+    seed: UInt32[Array, "B 2"], positions: Int[Array, "B T"], stream: int = 0, since: Int[Array, "B"] | None = None
+) -> UInt32[Array, "B T 2"]:
+    """Keys of the noise at `positions`; for the other arguments see `noise_at`."""
+
+    def key(key_data: Array, position: Array, first: Array | None) -> Array:
+        found = jax.random.fold_in(jax.random.wrap_key_data(key_data, impl="threefry2x32"), position)
+        found = jax.random.fold_in(found, stream)
+        return jax.random.key_data(found if first is None else jax.random.fold_in(found, first))
+
+    return jax.vmap(jax.vmap(key, (None, 0, None)))(seed, positions, since)
+
+
 def noise_at(
     seed: UInt32[Array, "B 2"],
     positions: Int[Array, "B T"],
@@ -46,28 +73,12 @@ def noise_at(
     stream: int = 0,
     since: Int[Array, "B"] | None = None,
 ) -> Float[Array, "B T V"]:
-    """Standard Gumbel noise of the tokens at `positions`; `stream` separates independent uses of one position.
-
-    One hash a token (Threefry-2x32, "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011), whose 64 bits are a uniform number:
-    small ones, which the largest noise is made of, have all digits that float32 has.
+    """Standard Gumbel noise of all tokens at `positions`; `stream` separates independent uses of one position.
 
     Args:
       since: the first position of a cycle, for noise that another cycle which comes to the same position has none of.
     """
-
-    def key(key_data: Array, position: Array, first: Array | None) -> Array:
-        found = jax.random.fold_in(jax.random.wrap_key_data(key_data, impl="threefry2x32"), position)
-        found = jax.random.fold_in(found, stream)
-        return jax.random.key_data(found if first is None else jax.random.fold_in(found, first))
-
-    keys = jax.vmap(jax.vmap(key, (None, 0, None)))(seed, positions, since)
-    shape = (*positions.shape, vocab)
-    places = jax.lax.broadcasted_iota(jnp.uint32, shape, 2)
-    of_rows = [jax.lax.broadcast_in_dim(keys[..., word], shape, (0, 1)) for word in (0, 1)]
-    high, low = threefry2x32_p.bind(*of_rows, places, jnp.zeros_like(places))
-    uniform = (high.astype(jnp.float32) + (low.astype(jnp.float32) + 0.5) * 2.0**-32) * 2.0**-32
-    # No number is refused by its noise: it may be the only one that filters leave.
-    return -jnp.log(-jnp.log1p(-jnp.minimum(uniform, 1 - 2.0**-24)))
+    return noise_of_all(noise_keys(seed, positions, stream, since), vocab)
 
 
 def filtered_logits(
@@ -109,28 +120,28 @@ def sample(
     positions: Int[Array, "B T"],
     request: RequestArrays,
     mode: Mode,
-    noise: Float[Array, "B T V"] | None = None,
+    noise: Noise | None = None,
 ) -> Int[Array, "B T"]:
     """The token each row of the target's logits chooses for its position, filters and all; ties go to the lowest id.
 
     Args:
-      logits: float32; in mode full of the dtype that the product before was rounded to, in which filters compare. In modes
-        from adjusted on they are no such numbers any more.
-      noise: `noise_at` of these positions, where the caller has it already.
+      logits: of the dtype that the product before was rounded to, in which filters compare, or float32. In modes from adjusted on
+        they are no such numbers any more.
+      noise: of these positions, where the caller has it already.
     """
     if mode == "greedy":
         return choose(logits, positions, request, mode)
-    if mode == "sampled":
-        return choose(filtered_logits(logits, request, mode), positions, request, mode, noise)
     b, t, vocab = logits.shape
-    noise = noise_at(request.seed, positions, vocab) if noise is None else noise
-    temperature, min_p, top_k, top_p = (
-        jnp.repeat(of_slots, t) for of_slots in (request.temperature, request.min_p, request.top_k, request.top_p)
-    )
-    chosen = filtered_choice(
-        logits.reshape(b * t, vocab), noise.reshape(b * t, vocab), temperature=temperature, min_p=min_p, top_k=top_k, top_p=top_p
-    )  # fmt: skip
-    return chosen.reshape(b, t)
+    noise = Noise(noise_keys(request.seed, positions), vocab) if noise is None else noise
+    if drawn_refusal(logits) is not None:
+        rounded, logits = logits.dtype, logits.astype(jnp.float32)
+        return choose(filtered_logits(logits, request, mode, rounded), positions, request, mode, noise.table)
+    rows, keys = logits.reshape(b * t, vocab), noise.keys.reshape(b * t, 2)
+    of_rows = [jnp.repeat(each, t) for each in (request.temperature, request.min_p, request.top_k, request.top_p)]
+    if mode == "sampled":
+        return drawn_choice(rows, keys, of_rows[0]).reshape(b, t)
+    limits = dict(zip(("temperature", "min_p", "top_k", "top_p"), of_rows, strict=True))
+    return filtered_choice(rows, keys, **limits).reshape(b, t)
 
 
 def choose(

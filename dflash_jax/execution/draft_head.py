@@ -10,14 +10,17 @@ two reductions more: 4B 2.86 for 2.94 ms with one sequence, 4.13 for 4.23 with e
 eight, 16.1 for 16.5 with 32.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
-from dflash_kernels import float8_candidates, float8_dense, float8_refusal
-from jaxtyping import Array, Float, Int
+from dflash_kernels import drawn_candidates, drawn_refusal, float8_candidates, float8_dense, float8_refusal, noise_of
+from jaxtyping import Array, Float, Int, UInt32
 
 from dflash_jax.models.dflash import DFlash
+from dflash_jax.models.dflash_config import DFlashConfig
 from dflash_jax.models.heads import HeadConfig
 from dflash_jax.models.largest import largest
 from dflash_jax.models.layers import best_of_head
@@ -76,20 +79,62 @@ def best_by_index(
     if len(rows) > MOST_ROWS:
         return best_of_head(x, head, count)
     found = float8_candidates(rounded(rows, index), index.values, index.scales, CANDIDATES).T
+
+    def regarded(products: Array, found: Array) -> Array:
+        if regard is None:
+            return products
+        shape = (*x.shape[:-1], CANDIDATES)
+        return regard(products.T.reshape(shape), found.T.reshape(shape)).reshape(-1, CANDIDATES).T
+
+    best, place = _best_of(rows, head, found, regarded)
+    if len(head) < count:
+        place = best_of_ranks(best, place, len(head))
+    return place.reshape(x.shape[:-1])
+
+
+def draws_by_index(config: DFlashConfig, x: Float[Array, "... D"], head: Any, index: Any, count: int) -> bool:
+    """Whether `drawn_by_index` gives proposals of these hidden states: not of a head whose logits are no plain products, nor of a
+    share of its `count` rows."""
+    rows, plain = math.prod(x.shape[:-1]), config.logit_scale == 1.0 and not config.logit_softcap
+    if index is None or isinstance(head, Quantized) or len(head) < count or rows > MOST_ROWS:
+        return False
+    return plain and drawn_refusal(jax.ShapeDtypeStruct((rows, count), x.dtype)) is None
+
+
+def drawn_by_index(
+    x: Float[Array, "B g D"], head: Any, index: Any, keys: UInt32[Array, "B g 2"],
+    temperature: Float[Array, "B"],
+) -> Int[Array, "B g"]:  # fmt: skip
+    """The row of a whole head with the largest product in float32 and noise times the temperature, among candidates of its index.
+
+    It is the largest of all rows unless the copy takes another row of its group of candidates for better.
+    """
+    rows, keys = x.reshape(-1, x.shape[-1]), keys.reshape(-1, 2)
+    louder = jnp.repeat(temperature, x.shape[1])
+    padded = jnp.pad(rows, ((0, -len(rows) % FEWEST_ROWS), (0, 0)))
+    rough = float8_dense(rounded(padded, index), index.values, index.scales)
+    found = drawn_candidates(rough, keys, louder)
+    noise = noise_of(keys, found) * louder[:, None]
+    _, place = _best_of(rows, head, found.T, lambda products, _: products + noise.T)
+    return place.reshape(x.shape[:-1])
+
+
+def _best_of(
+    rows: Float[Array, "R D"],
+    head: Float[Array, "V D"],
+    found: Int[Array, "C R"],
+    regard: Callable[[Array, Array], Array],
+) -> tuple[Float[Array, "R"], Int[Array, "R"]]:
+    """Of the candidates' products in float32, as `regard` has them compared, the largest, and its row of the head."""
     # XLA multiplies and adds up the rows that it gathers as they come, in one launch.
     wide = head.at[found].get(mode="promise_in_bounds").astype(jnp.float32)
-    products = jnp.sum(wide * rows.astype(jnp.float32), axis=-1)
-    if regard is not None:
-        shape = (*x.shape[:-1], CANDIDATES)
-        products = regard(products.T.reshape(shape), found.T.reshape(shape)).reshape(-1, CANDIDATES).T
+    products = regard(jnp.sum(wide * rows.astype(jnp.float32), axis=-1), found)
     # One after the other, which goes into the launch that needs them: a reduction would be one of its own.
     best, place = products[0], found[0]
     for other, its in zip(products[1:], found[1:], strict=True):
         better = (other > best) | ((other == best) & (its < place))
         best, place = jnp.where(better, other, best), jnp.where(better, its, place)
-    if len(head) < count:
-        place = best_of_ranks(best, place, len(head))
-    return place.reshape(x.shape[:-1])
+    return best, place
 
 
 def shortlist(

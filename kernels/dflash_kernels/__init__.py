@@ -101,7 +101,8 @@ from dflash_kernels.ranks.api import (
 )
 from dflash_kernels.recurrent.delta_rule.api import delta_fold, delta_prefill, delta_step, delta_verify
 from dflash_kernels.recurrent.delta_rule.inputs import DeltaFactors, DeltaShape, DeltaState, DeltaWeights
-from dflash_kernels.sampling.api import filtered_choice
+from dflash_kernels.sampling.api import drawn_candidates, drawn_choice, drawn_refusal, filtered_choice
+from dflash_kernels.sampling.noise import noise_of, noise_of_all
 from dflash_kernels.sampling.reference import filter_logits, scaled_logits
 
 # The names of releases before these.
@@ -157,6 +158,9 @@ __all__ = [
     "dense_scores",
     "dequantize_output",
     "dequantize_tensor",
+    "drawn_candidates",
+    "drawn_choice",
+    "drawn_refusal",
     "embed_norm",
     "few_linear",
     "few_linear_refusal",
@@ -200,6 +204,8 @@ __all__ = [
     "mxfp4_mixture",
     "mxfp4_mixture_refusal",
     "mxfp4_tiles",
+    "noise_of",
+    "noise_of_all",
     "output_linear",
     "packed_latent_width",
     "paged_attention",

@@ -7,8 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from dflash_kernels import noise_of, noise_of_all
 from dflash_kernels.core.device import Target
 from dflash_kernels.sampling import search
+from dflash_kernels.sampling.noise import CHUNK, arrivals
 
 from dflash_jax.decoding import sampling
 from dflash_jax.decoding.sampling import RequestArrays, is_stop, noise_at
@@ -20,6 +22,7 @@ from .chi_square import p_value
 filtered_logits = jax.jit(sampling.filtered_logits, static_argnums=(2, 3))
 choose = jax.jit(sampling.choose, static_argnums=3)
 without_stops = jax.jit(sampling.without_stops)
+GOOD = 1e-3
 
 
 def requests(b: int, **fields: Any) -> RequestArrays:
@@ -236,7 +239,7 @@ def test_padding_is_no_stop_id() -> None:
 
 def test_the_law_over_many_tokens() -> None:
     """2,548 tokens, alike but for three; noise that comes again within the vocabulary is noticed."""
-    vocab, period, draws, likely = 2548, 1024, 1200, [3, 1500, 2500]
+    vocab, period, draws, likely = 2548, CHUNK, 1200, [3, 1500, 2500]
     logits = np.zeros(vocab, np.float32)
     logits[likely] = 7.0, 6.5, 7.5
     drawn = noise_at(jnp.arange(2 * draws, dtype=jnp.uint32).reshape(draws, 2), jnp.full((draws, 1), 9), vocab)[:, 0]
@@ -288,6 +291,29 @@ def test_noise_is_gumbel() -> None:
     uniform = np.exp(-np.exp(-noise([[0, i] for i in range(200)], [[3]] * 200, 200).astype(np.float64)))
     bins = np.bincount(np.minimum((uniform * 64).astype(int), 63).ravel(), minlength=64)
     assert p_value(bins, np.full(64, 1 / 64)) > 1e-3
+
+
+def test_first_arrivals_of_chunks_are_exponential_and_anyones() -> None:
+    """As the first of 1,024 independent times is; and of a chunk no other token is as loud."""
+    keys = jnp.asarray(np.random.default_rng(3).integers(2**32, size=(4000, 2)), jnp.uint32)
+    least, first = (np.asarray(each) for each in arrivals(keys, jnp.broadcast_to(jnp.array([0, 5]), (4000, 2))))
+    uniform = -np.expm1(-CHUNK * least.astype(np.float64))
+    for column in (0, 1):
+        assert p_value(np.bincount((uniform[:, column] * 20).astype(int), minlength=20), np.full(20, 1 / 20)) > GOOD
+        assert p_value(np.bincount(first[:, column] // 64, minlength=16), np.full(16, 1 / 16)) > GOOD
+    assert np.abs(np.corrcoef(np.concatenate([uniform, first], axis=1).T) - np.eye(4)).max() < 5 / np.sqrt(4000)
+    whole = np.asarray(noise_of_all(keys[:20], 6 * CHUNK))
+    for chunk, place in ((0, 0), (5, 1)):
+        of_chunk = whole[:, chunk * CHUNK : (chunk + 1) * CHUNK]
+        np.testing.assert_array_equal(of_chunk.argmax(axis=1), first[:20, place])
+        np.testing.assert_allclose(of_chunk.max(axis=1), -np.log(least[:20, place]), rtol=1e-6)
+
+
+def test_noise_of_some_tokens_is_that_of_all() -> None:
+    keys = jnp.asarray(np.random.default_rng(5).integers(2**32, size=(3, 2)), jnp.uint32)
+    tokens = jnp.asarray([[0, 1023, 1024, 2999], [5, 5, 2047, 2048], [2999, 1, 1500, 700]], jnp.int32)
+    expected = jnp.take_along_axis(noise_of_all(keys, 3000), tokens, axis=1)
+    np.testing.assert_allclose(noise_of(keys, tokens), expected, rtol=3e-7)
 
 
 @pytest.mark.few

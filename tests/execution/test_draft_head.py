@@ -1,5 +1,6 @@
 """Proposals through a copy of the head in float8: they are the head's own, and no text depends on them."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -7,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from dflash_kernels import noise_of_all
 
 import dflash_jax as dj
 from dflash_jax.bench.workload import SHAPES, published_shape
@@ -52,6 +54,26 @@ def test_the_best_rows_are_the_heads(shape: tuple[int, ...]) -> None:
     places, largest = np.asarray(best).ravel(), products.max(axis=1)
     assert (places == products.argmax(axis=1)).mean() >= 0.98
     assert (products[np.arange(len(products)), places] > 0.95 * largest).all()
+
+
+def test_drawn_rows_are_the_heads() -> None:
+    """The largest product with its noise, in a row that does not sample without; on Hopper alone, and of plain products."""
+    head, rows = head_and_rows(40)
+    keys = jnp.asarray(np.random.default_rng(2).integers(2**32, size=(4, 10, 2)), jnp.uint32)
+    temperature = jnp.array([0.0, 0.7, 20.0, 60.0])
+    index = jax.jit(head_index.head_index)(head)
+    found = jax.jit(head_index.drawn_by_index)(rows.reshape(4, 10, -1), head, index, keys, temperature)
+    products = (np.asarray(rows, np.float64) @ np.asarray(head, np.float64).T).reshape(4, 10, -1)
+    noisy = products + np.asarray(temperature)[:, None, None] * np.asarray(noise_of_all(keys, len(head)), np.float64)
+    assert (np.asarray(found) == noisy.argmax(axis=-1)).mean() >= 0.95
+    assert (noisy.argmax(axis=-1) != products.argmax(axis=-1)).mean() > 0.3
+    config = DRAFTERS["Qwen3-4B-DFlash-b16"]
+    assert not head_index.draws_by_index(config, rows, head, index, 3000)
+    with on("NVIDIA H200"):
+        assert head_index.draws_by_index(config, rows, head, index, 3000)
+        assert not head_index.draws_by_index(config, rows, head, index, 6000)  # one of two ranks' shares
+        assert not head_index.draws_by_index(config, rows, head, None, 3000)
+        assert not head_index.draws_by_index(replace(config, logit_softcap=30.0), rows, head, index, 3000)
 
 
 def test_the_head_decides() -> None:

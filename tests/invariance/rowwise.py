@@ -400,22 +400,25 @@ def choosing(real: bool, mode: Mode) -> Form:
 
 
 def filtering(real: bool) -> Form:
-    """The kernel, told the noise."""
+    """The kernel, told the keys of its noise."""
     vocab = 151_936 if real else 1024
     limits = ("temperature", "min_p", "top_k", "top_p")
 
     def draw(call: Call) -> dict[str, jax.Array]:
         request = _request(call)
         of_rows = {name: jnp.broadcast_to(getattr(request, name)[:, None], call.positions.shape) for name in limits}
-        return {"logits": 8 * numbers(call, vocab), "noise": 3 * numbers(call, vocab, jnp.float32, salt=1)} | of_rows
+        keys = jax.lax.bitcast_convert_type(numbers(call, 2, jnp.float32, salt=1), jnp.uint32)
+        return {"logits": 8 * numbers(call, vocab), "keys": keys} | of_rows
 
     op = partial(filtered_choice, **KERNEL) if real else partial(_filtered, warpgroups=2, interpret=INTERPRET)
     return rowwise(draw, op)
 
 
-def _filtered(logits: jax.Array, noise: jax.Array, **how: Any) -> jax.Array:
-    laws = [how.pop(name) for name in ("temperature", "min_p", "top_k", "top_p")]
-    return launch_choice(logits, noise, *laws, **how)
+def _filtered(
+    logits: jax.Array, keys: jax.Array, temperature: jax.Array, *, warpgroups: int, interpret: Any, **limits: Any
+):
+    law = tuple(limits[name] for name in ("min_p", "top_k", "top_p"))
+    return launch_choice(logits, keys, temperature, law, warpgroups=warpgroups, interpret=interpret)
 
 
 def rounded_queries(real: bool) -> Form:

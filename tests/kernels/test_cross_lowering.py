@@ -47,6 +47,7 @@ TILES = (
     dflash_kernels.Mxfp4Tiles(integers(32, 45, 45, 4, 136), False, jnp.dtype("bfloat16")), array(32, 2880),
 )  # fmt: skip
 LAW = (array(128, dtype=jnp.float32),) * 3  # temperature, min_p, top_p
+KEYS = array(128, 2, dtype=jnp.uint32)
 STREAM_AND_LAYER = (
     array(2560, 16, dtype=jnp.float32), array(2560, 4096), array(2560), array(2 * 9728, 2560), array(2560, 9728), array(2560),
     array(6144, 2560),
@@ -132,8 +133,10 @@ OPS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "float8_best": ((EIGHT, *float8(151_936, 2560)), {}),
     "float8_candidates": ((EIGHT, *float8(151_936, 2560)), {"count": 16}),
     "filtered_choice": (
-        (*[array(128, 151_936, dtype=kind) for kind in (jnp.bfloat16, jnp.float32)], *LAW, integers(128)), {},
+        (array(128, 151_936), KEYS, *LAW, integers(128)), {},
     ),
+    "drawn_choice": ((array(128, 151_936), KEYS, LAW[0]), {}),
+    "drawn_candidates": ((array(128, 151_936), KEYS, LAW[0]), {}),
     "embed_norm": ((array(151_936, 2560), integers(16), array(2560)), {"eps": 1e-6}),
     "stream_norm": ((array(2560, 16, dtype=jnp.float32), array(2560)), {"eps": 1e-6}),
     "quantized_linear": (
@@ -195,9 +198,9 @@ def linear_chain(*arrays: Any) -> Any:
     return dflash_kernels.linear_chain(*arrays, exchange=jax.new_ref(exchange), eps=1e-6)
 
 
-def filtered_choice(logits: Any, noise: Any, temperature: Any, min_p: Any, top_p: Any, top_k: Any) -> Any:
+def filtered_choice(logits: Any, keys: Any, temperature: Any, min_p: Any, top_p: Any, top_k: Any) -> Any:
     law = {"temperature": temperature, "min_p": min_p, "top_p": top_p, "top_k": top_k}
-    return dflash_kernels.filtered_choice(logits, noise, **law)
+    return dflash_kernels.filtered_choice(logits, keys, **law)
 
 
 def delta_prefill(projected: Any, weights: Any, state: Any, slots: Any, *told: Any, **options: Any) -> Any:
@@ -262,7 +265,7 @@ def test_a_write_is_one_launch_where_there_is_a_kernel(op: str) -> None:
         "layer_chain",
         "attention_chain", "index_scores", "index_select", "mla_selected_attention bytes",
         "attention_chain without norms", "linear_chain", "float8_rows", "float8_dense", "float8_gated", "float8_onto",
-        "float8_best", "float8_candidates", "filtered_choice", "add_norm_dense",
+        "float8_best", "float8_candidates", "filtered_choice", "drawn_choice", "drawn_candidates", "add_norm_dense",
     ],
 )  # fmt: skip
 def test_products_and_norms_have_a_kernel_on_hopper_only(op: str) -> None:

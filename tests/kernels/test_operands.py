@@ -52,8 +52,12 @@ FUSED: dict[str, dict[str, Any]] = {
         "eps": 1e-6,
     },
     "filtered_choice": {
-        "logits": ones((M, 50)), "noise": ones((M, 50)), "temperature": ones(M), "min_p": zeros(M),
+        "logits": ones((M, 50)), "keys": zeros((M, 2), jnp.uint32), "temperature": ones(M), "min_p": zeros(M),
         "top_k": zeros(M, jnp.int32), "top_p": ones(M),
+    },
+    "drawn_choice": {"logits": ones((M, 50)), "keys": zeros((M, 2), jnp.uint32), "temperature": ones(M)},
+    "drawn_candidates": {
+        "logits": ones((M, 50)), "keys": zeros((M, 2), jnp.uint32), "temperature": ones(M),
     },
     "latent_unpack": {"packed": zeros((M, 160), jnp.uint8), "kv_lora_rank": 128},
 }  # fmt: skip

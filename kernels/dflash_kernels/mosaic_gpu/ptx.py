@@ -72,6 +72,11 @@ def exp(value):
     return ex2(arith.mulf(value, utils.c(math.log2(math.e), ir.F32Type.get())))
 
 
+def log2(value):
+    """The binary logarithm of a float32, as the hardware approximates it."""
+    return utils.inline_ptx("lg2.approx.ftz.f32 $0, $1;", value, result_types=ir.F32Type.get())
+
+
 def within(row, column, columns: int, width: int):
     """Byte offset in a tile of two-byte elements, swizzled over `width` bytes; `column` in bytes."""
     of_8, in_8 = mul(div(row, 8), 16 * columns), mul(rem(row, 8), width)
@@ -205,6 +210,17 @@ def unsigned_min(a, b):
 
 def bit_and(a, b):
     return arith.andi(a, constant(b, a))
+
+
+def bits_set(word):
+    """How many bits of a word are 1."""
+    return utils.inline_ptx("popc.b32 $0, $1;", word, result_types=i32())
+
+
+def first_bit(word):
+    """The lowest bit that is 1 of a word that has one."""
+    ptx = "{ .reg .b32 turned; brev.b32 turned, $1; clz.b32 $0, turned; }"
+    return utils.inline_ptx(ptx, word, result_types=i32())
 
 
 def under(a, bound: int):

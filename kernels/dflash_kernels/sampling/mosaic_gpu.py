@@ -1,20 +1,33 @@
 """Sampling on Hopper: what the kernel supports, and its launch."""
 
 import functools
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt32
 
-from dflash_kernels.core.device import require_hopper
+from dflash_kernels.core.device import WARPGROUP, require_hopper
+from dflash_kernels.sampling.noise import CHUNK
 
+PARTS = 8  # of a row that is not filtered, a CTA each
+MULTIPROCESSORS = 132
 MOST_TOKENS = 2**24  # of a vocabulary, whose ids float32 holds
+VECTOR = CHUNK // WARPGROUP  # neighbouring entries that a thread reads
+
+
+class Choices(NamedTuple):
+    """What the parts of rows have: the place of each one's choice, its sum less the part's largest logit, and that logit."""
+
+    places: Int[Array, "R P"]
+    sums: Float[Array, "R P"]
+    tops: Float[Array, "R P"]
 
 
 def filtered_choice_mosaic_gpu(
-    logits: Float[Array, "R V"],
-    noise: Float[Array, "R V"],
+    logits: Float[Array, "M V"],
+    keys: UInt32[Array, "R 2"],
     *,
     temperature: Float[Array, "R"],
     min_p: Float[Array, "R"],
@@ -23,26 +36,60 @@ def filtered_choice_mosaic_gpu(
 ) -> Int[Array, "R"]:
     """See `filtered_choice`."""
     require_hopper()
-    return launch(logits, noise, temperature, min_p, top_k, top_p)
+    return launch(logits, keys, temperature, (min_p, top_k, top_p)).places[:, 0]
 
 
-@functools.partial(jax.jit, static_argnames=("warpgroups", "interpret"))
-def launch(
-    logits: Array, noise: Array, temperature: Array, min_p: Array, top_k: Array, top_p: Array, *,
-    warpgroups: int | None = None, interpret: Any = None,
-) -> Array:  # fmt: skip
-    """The kernel without the device check: for tests on the CPU (`interpret`)."""
-    # Not at the top: other machines need neither Pallas nor the time its import takes.
-    from dflash_kernels.sampling import mosaic_gpu_sm90 as kernel
+def drawn_choice_mosaic_gpu(
+    logits: Float[Array, "M V"], keys: UInt32[Array, "R 2"], temperature: Float[Array, "R"]
+) -> Int[Array, "R"]:
+    """See `drawn_choice`."""
+    require_hopper()
+    return best_of_parts(launch(logits, keys, temperature, parts=PARTS), temperature)
 
-    size = logits.shape[1]
-    if logits.dtype != jnp.bfloat16 or size < kernel.CHUNK or size % kernel.VECTOR:
+
+def drawn_candidates_mosaic_gpu(
+    logits: Float[Array, "M V"], keys: UInt32[Array, "R 2"], temperature: Float[Array, "R"]
+) -> Int[Array, "R C"]:
+    """See `drawn_candidates`. A group has every eighth chunk of noise."""
+    require_hopper()
+    return launch(logits, keys, temperature, parts=PARTS).places
+
+
+def best_of_parts(found: Choices, temperature: Float[Array, "R"]) -> Int[Array, "R"]:
+    """The choice of each row; of equal sums the first place."""
+    top = jnp.max(found.tops, axis=1, keepdims=True)
+    factor = jnp.where(temperature > 0, jnp.maximum(temperature.astype(jnp.float32), jnp.finfo(jnp.float32).tiny), 1.0)
+    sums = jnp.where(found.tops > -jnp.inf, found.sums + (found.tops - top) / factor[:, None], -jnp.inf)
+    return jnp.min(
+        jnp.where(sums == jnp.max(sums, axis=1, keepdims=True), found.places, jnp.iinfo(jnp.int32).max), axis=1
+    )
+
+
+def require_rows(logits: jax.Array | jax.ShapeDtypeStruct) -> None:
+    """Raises NotImplementedError, with the reason, where the kernel does not take rows like these."""
+    size = logits.shape[-1]
+    if logits.dtype != jnp.bfloat16 or size < CHUNK or size % VECTOR:
         raise NotImplementedError(
-            f"takes bfloat16 rows of a multiple of {kernel.VECTOR}, {kernel.CHUNK} at least, not {logits.dtype} of {size}"
+            f"takes bfloat16 rows of a multiple of {VECTOR}, {CHUNK} at least, not {logits.dtype} of {size}"
         )
     if size > MOST_TOKENS:
         raise NotImplementedError(f"takes rows of at most {MOST_TOKENS}, whose places float32 holds, not {size}")
-    wide = [given.astype(jnp.float32) for given in (noise, temperature, jnp.log(min_p), top_p)]
-    noise, temperature, log_min_p, top_p = wide
-    options: Any = {"interpret": interpret, **({} if warpgroups is None else {"warpgroups": warpgroups})}
-    return kernel.choose(logits, noise, temperature, log_min_p, top_k.astype(jnp.int32), top_p, **options)
+
+
+@functools.partial(jax.jit, static_argnames=("parts", "warpgroups", "interpret"))
+def launch(
+    logits: Array, keys: Array, temperature: Array, limits: Sequence[Array] = (), *, parts: int = 1,
+    warpgroups: int | None = None, interpret: Any = None,
+) -> Choices:  # fmt: skip
+    """The kernel without the device check: for tests on the CPU (`interpret`). `limits`: min_p, top_k and top_p."""
+    # Not at the top: other machines need neither Pallas nor the time its import takes.
+    from dflash_kernels.sampling import mosaic_gpu_sm90 as kernel
+
+    require_rows(logits)
+    if limits:
+        min_p, top_k, top_p = limits
+        limits = jnp.log(min_p.astype(jnp.float32)), top_k.astype(jnp.int32), top_p.astype(jnp.float32)
+    if warpgroups is None:
+        warpgroups = kernel.WARPGROUPS if parts == 1 else 4 if keys.shape[0] * parts <= MULTIPROCESSORS else 2
+    options: Any = {"parts": parts, "warpgroups": warpgroups, "interpret": interpret}
+    return Choices(*kernel.choose(logits, keys, temperature.astype(jnp.float32), limits, **options))

@@ -1,4 +1,9 @@
-"""The sampling kernel for Hopper: radix selection of each filter's threshold, then a Gumbel-max argmax; one CTA a row.
+"""The sampling kernel for Hopper: radix selection of each filter's threshold, then a Gumbel-max argmax.
+
+One CTA takes a row, or, where nothing is filtered, one of its parts: a row alone would take as long as one multiprocessor needs
+for it. Noise is made where it is added. No token of a chunk is louder than the chunk's first arrival (`noise.py`). The tokens that
+these arrivals belong to are drawn first, whose largest sum is about as large as the row's; after it chunks whose bound exceeds
+this sum are looked at, in which a thread hashes for the numbers that may exceed it.
 
 Every pass reads the row from the L2 again, but for chunks that it cannot need. A filter keeps what is not below a threshold, which
 is searched for among the numbers that bfloat16 has, two bits with each pass. The first pass keeps the largest number of each of
@@ -18,66 +23,102 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from dflash_kernels.core.device import WARPGROUP
+from dflash_kernels.mosaic_gpu import ptx as th
+from dflash_kernels.mosaic_gpu.noise import best_with_noise
 from dflash_kernels.mosaic_gpu.rows import WARPS, Reduction, reduce_into
-from dflash_kernels.mosaic_gpu.thread_op import kernel
+from dflash_kernels.mosaic_gpu.thread_op import FACTOR, SCALAR, kernel, thread_op
+from dflash_kernels.sampling.noise import CHUNK, arrivals, exponential, hashed
 
 WARPGROUPS = 8  # of a CTA
-VECTOR = 8  # neighbouring entries of one thread
-CHUNK = 128 * VECTOR  # of one warpgroup
+VECTOR = CHUNK // WARPGROUP  # neighbouring entries of one thread: a warpgroup looks at a chunk of noise at a time
 AT_ONCE = 4  # chunks asked for before the first is looked at
 MOST_SUMS = 3  # that warpgroups exchange
 LOWEST = -32_641  # minus infinity among `_whole`
 
+SLACK = 1e-4  # of a bound: more than the hardware's logarithm errs
+
 _STRIDED = plgpu.Layout.WG_STRIDED((CHUNK,), vec_size=VECTOR)
+_ONE_EACH = plgpu.Layout.WG_STRIDED((WARPGROUP,), vec_size=1)
 
 
 def choose(
-    logits: jax.Array, noise: jax.Array, temperature: jax.Array, log_min_p: jax.Array, top_k: jax.Array, top_p: jax.Array,
+    logits: jax.Array, keys: jax.Array, temperature: jax.Array, limits: Sequence[jax.Array] = (), *, parts: int = 1,
     warpgroups: int = WARPGROUPS, interpret: Any = None,
-) -> jax.Array:  # fmt: skip
-    """`logits [R, V]` bfloat16, `noise [R, V]` float32, all others `[R]`: as `filtered_choice` has them, but for `min_p`."""
+) -> tuple[jax.Array, ...]:  # fmt: skip
+    """`logits [R or more, V]` bfloat16, `keys [R, 2]` uint32, all others `[R]`. Gives `[R, parts]` of each: the place of a
+    part's choice, its sum less the part's largest logit, and that logit.
 
-    most = -(-logits.shape[1] // (CHUNK * warpgroups * AT_ONCE)) * AT_ONCE  # chunks of a warpgroup
+    Args:
+      limits: the logarithm of `min_p`, `top_k` and `top_p`, of rows in one part; none where nothing is refused.
+      parts: of a row, each with every so manyth chunk.
+    """
+    rows, size = keys.shape[0], logits.shape[1]
+    most = -(-size // (CHUNK * warpgroups * parts * AT_ONCE)) * AT_ONCE  # chunks of a warpgroup
+    listed = most + -most % (WARPGROUP // warpgroups)
+    chunks = jnp.arange(parts)[:, None, None] + parts * (
+        jnp.arange(warpgroups)[:, None] + warpgroups * jnp.arange(listed)
+    )
+    least, first = arrivals(keys, jnp.broadcast_to(chunks.reshape(-1), (rows, chunks.size)))
+    tokens = chunks.reshape(-1) * CHUNK + first
+    spoken = jnp.take_along_axis(logits[:rows], jnp.minimum(tokens, size - 1), axis=1).astype(jnp.float32)
+    spoken = jnp.where(tokens < size, spoken, -jnp.inf)
+    told = [each.reshape(rows, parts, warpgroups * listed) for each in (least, first, spoken)]
 
     def body(*refs: Any, **buffers: Any) -> None:
-        _Row(warpgroups, *refs, **buffers).run()
+        _Row(warpgroups, parts, refs[:6], refs[6:-3], refs[-3:], **buffers).run()
 
-    body.__name__ = "filtered_choice"  # what profilers show
+    body.__name__ = "filtered_choice" if limits else "drawn_choice"  # what profilers show
+    out = (jax.ShapeDtypeStruct((rows, parts), dtype) for dtype in (jnp.int32, jnp.float32, jnp.float32))
     launch = kernel(
-        body, out_type=jax.ShapeDtypeStruct(logits.shape[:1], jnp.int32), grid=(logits.shape[0],), grid_names=("row",),
-        num_threads=warpgroups, thread_name="wg",
+        body, out_type=tuple(out), grid=(rows, parts), grid_names=("row", "part"), num_threads=warpgroups, thread_name="wg",
         scratch_types={
             "sums": plgpu.SMEM((warpgroups, MOST_SUMS), jnp.float32),
             "scratch": plgpu.SMEM((warpgroups, WARPS), jnp.float32),
             "largest": plgpu.SMEM((warpgroups, most), jnp.float32),
             "alive": plgpu.SMEM((warpgroups, most + 1), jnp.int32),
+            "least": plgpu.SMEM((warpgroups * listed,), jnp.float32),
+            "loudest": plgpu.SMEM((warpgroups * listed,), jnp.float32),
+            "first": plgpu.SMEM((warpgroups * listed,), jnp.int32),
             "met": plgpu.Barrier(num_arrivals=warpgroups),
         },
         compiler_params=plgpu.CompilerParams(approx_math=True), interpret=interpret,
     )  # fmt: skip
-    return launch(logits, noise, temperature, log_min_p, top_k, top_p)
+    return launch(logits, jax.lax.bitcast_convert_type(keys, jnp.int32), *told, temperature, *limits)
 
 
 class _Row:
-    """The program of one CTA, for one row. Every warpgroup knows every scalar."""
+    """The program of one CTA, for one row or a part of it. Every warpgroup knows every scalar."""
 
-    def __init__(self, warpgroups, logits, noise, temperature, log_min_p, top_k, top_p, out, **buffers):
-        self.warpgroups, self.out = warpgroups, out
-        self.row, self.wg = lax.axis_index("row"), lax.axis_index("wg")
-        self.logits, self.noise = logits, noise
+    def __init__(self, warpgroups, parts, given, limits, out, **buffers):
+        self.warpgroups, self.parts, self.out = warpgroups, parts, out
+        self.row, self.part, self.wg = (lax.axis_index(name) for name in ("row", "part", "wg"))
+        self.logits, keys, *self.told, temperature = given
+        self.key = [keys[self.row, word] for word in (0, 1)]
         self.sums, self.scratch, self.met = (buffers[name] for name in ("sums", "scratch", "met"))
-        # Of every chunk the largest number, as a whole one, and those that may hold what stays.
+        # Of every chunk the largest number, and those that may hold what stays; and the first arrival in each, and its noise.
         self.largest, self.alive = buffers["largest"], buffers["alive"]
-        given, self.size = temperature[self.row], logits.shape[1]
-        self.chunks = lax.div(-(-self.size // CHUNK) - self.wg + (warpgroups - 1), jnp.int32(warpgroups))
+        self.least, self.loudest, self.first = (buffers[name] for name in ("least", "loudest", "first"))
+        self.listed = self.least.shape[0] // warpgroups
+        given, self.size = temperature[self.row], self.logits.shape[1]
+        others = self.wg * parts + self.part  # chunks before the warpgroup's first one
+        self.chunks = lax.div(-(-self.size // CHUNK) - others + (warpgroups * parts - 1), jnp.int32(warpgroups * parts))
         self.count = self.chunks
         self.samples = given > 0
+        self.louder = jnp.where(self.samples, jnp.float32(1), jnp.float32(0))
         # Of less than float32's smallest normal number only the largest logits are left either way.
         self.temperature = jnp.where(self.samples, jnp.maximum(given, jnp.finfo(jnp.float32).tiny), jnp.float32(1))
-        self.log_min_p, self.top_k, self.top_p = log_min_p[self.row], top_k[self.row], top_p[self.row]
+        self.filters = bool(limits)
+        if self.filters:
+            self.log_min_p, self.top_k, self.top_p = (limit[self.row] for limit in limits)
 
     def run(self) -> None:
+        heard = self._hear()
         lanes = self._look()
+        if not self.filters:
+            (self.top,) = self._met("max", [lanes])
+            self._choose(heard)
+            return
         top, highest = self._met("max", [lanes, _whole(lanes).astype(jnp.float32)])
         self.top, highest = top, highest.astype(jnp.int32)
 
@@ -99,7 +140,8 @@ class _Row:
             """The largest number from `low` on that `enough` weight reaches."""
             for sums in (of_lanes(weight), of_row(weight)):
                 low = _search(low, jnp.where(wanted, highest, low), enough, sums)
-                self._leave_out(low)
+                least = _as_number(low)
+                self._leave_out(lambda chunk, least=least: self.largest[self.wg, chunk] >= least)
             return low
 
         some = self.samples & (self.top_k > 0) & (self.top_k < self.size)
@@ -116,8 +158,22 @@ class _Row:
         total = lax.fori_loop(0, once, lambda *_: of_row(share)((jnp.float32(-jnp.inf),))[0], jnp.float32(0))
         # A top_p below float32's smallest number is 0, which every number is reached by.
         enough = jnp.maximum(self.top_p * total, jnp.finfo(jnp.float32).tiny)
-        least = _number(search(share, low, enough, some))
-        self._choose(least)
+        self._choose(heard, search(share, low, enough, some))
+
+    def _hear(self) -> list[tuple]:
+        """The first arrivals in the CTA's chunks, and a bound of how loud they are, to shared memory; their tokens' logits and
+        these bounds, 128 by 128."""
+        heard = []
+        for start in range(0, self.least.shape[0], WARPGROUP):
+            some = pl.ds(start, WARPGROUP)
+            least, first, spoken = (
+                plgpu.load(each.at[self.row, self.part, some], layout=_ONE_EACH, optimized=False) for each in self.told
+            )
+            loudest = (SLACK - jnp.log(least)) * self.louder
+            # All warpgroups write the same.
+            self.least[some], self.loudest[some], self.first[some] = least, loudest, first
+            heard.append((spoken, loudest))
+        return heard
 
     def _look(self):
         """The first pass: the largest number of each place of the warpgroup's chunks; those of chunks go to shared memory."""
@@ -128,83 +184,113 @@ class _Row:
         lax.fori_loop(0, self.chunks, place, None)
 
         def keep(most, x, number, _):
-            self._reduce("max", _whole(x).astype(jnp.float32), self.largest, number)
+            self._reduce("max", x, self.largest, number)
             return jnp.maximum(most, x)
 
         return self._over(_full(jnp.float32(-jnp.inf)), keep)
 
-    def _leave_out(self, low) -> None:
-        """Passes from here on are over chunks with a number from `low` on."""
+    def _leave_out(self, stays: Callable) -> None:
+        """Passes from here on are over chunks that stay."""
 
         def add(chunk, count):
-            stays = self.largest[self.wg, chunk] >= low.astype(jnp.float32)
+            here = stays(chunk)
             # Threads that are ahead read the list already: what is left out goes behind it, not where another's place will be.
-            self.alive[self.wg, jnp.where(stays, count, self.alive.shape[1] - 1)] = chunk
-            return count + stays.astype(jnp.int32)
+            self.alive[self.wg, jnp.where(here, count, self.alive.shape[1] - 1)] = chunk
+            return count + here.astype(jnp.int32)
 
         self.count = lax.fori_loop(0, self.chunks, add, jnp.int32(0))
 
-    def _choose(self, least) -> None:
-        """The place of the largest of what is left, with noise."""
-        louder = jnp.where(self.samples, jnp.float32(1), jnp.float32(0))
+    def _choose(self, heard: list[tuple], low=None) -> None:
+        """The place of the largest sum with noise of what is not below `low`, a whole number; of everything without one."""
 
-        def better(best, x, _, chunk, noise):
-            values, places = best
-            _, start = self._begins(chunk)
-            scaled = (x - self.top) / self.temperature
-            stays = (x >= least) & ((scaled >= self.log_min_p) | ~self.samples)
-            value = jnp.where(stays, scaled + noise * louder, -jnp.inf)
-            larger = value > values  # of equal ones the first: a thread's places only grow
-            return jnp.where(larger, value, values), jnp.where(larger, _places() + start, places)
+        def scaled(x, layout):
+            found = (x - self.top) / self.temperature
+            if low is None:
+                return jnp.where(x > -jnp.inf, found, -jnp.inf)
+            stays = (x >= _number(low, layout)) & ((found >= self.log_min_p) | ~self.samples)
+            return jnp.where(stays, found, -jnp.inf)
 
-        values, places = self._over((_full(jnp.float32(-jnp.inf)), _full(jnp.int32(self.size))), better, noise=True)
+        # A sum that there is.
+        known = _full(-jnp.inf, _ONE_EACH)
+        for spoken, bound in heard:
+            known = jnp.maximum(known, scaled(spoken, _ONE_EACH) + bound)
+        self._reduce("max", known, self.sums, 0)
+        over = self.sums[self.wg, 0] - 2 * SLACK
+
+        def loudest(chunk):
+            return self.loudest[self.wg * self.listed + chunk]
+
+        lowest = jnp.float32(-jnp.inf) if low is None else _as_number(low)
+        self._leave_out(
+            lambda chunk: (
+                (self.largest[self.wg, chunk] >= lowest)
+                & ((self.largest[self.wg, chunk] - self.top) / self.temperature + loudest(chunk) > over)
+            )
+        )
+
+        def better(best, x, _, chunk):
+            first, start = self._begins(chunk)
+            place = self.wg * self.listed + chunk
+            return tuple(
+                best_with_noise(
+                    list(best), scaled(x, _STRIDED), self.key, self.least[place], first + self.first[place], start, over,
+                    self.loudest[place], self.louder, hashed=hashed, exponential=exponential,
+                )
+            )  # fmt: skip
+
+        nothing = _full(-jnp.inf, _ONE_EACH), _full(self.size, _ONE_EACH, jnp.int32)
+        values, places = self._over(nothing, better, at_once=2)
         (largest,) = self._met("max", [values])
         found = jnp.where(values == largest, places.astype(jnp.float32), jnp.float32(self.size))
         (first,) = self._met("min", [found])
 
         @pl.when(self.wg == 0)
         def _():
+            places, sums, tops = (each.at[self.row] for each in self.out)
             # Of a row without a number the last place: some place there is.
-            self.out[self.row] = jnp.minimum(first.astype(jnp.int32), self.size - 1)
+            places[self.part] = jnp.minimum(first.astype(jnp.int32), self.size - 1)
+            sums[self.part], tops[self.part] = largest, self.top
 
-    def _over(self, carry: Any, step: Callable, *, noise: bool = False) -> Any:
-        """`step(carry, x, number, chunk)` for what is left of the warpgroup's chunks, or `step(carry, x, number, chunk, noise)`.
+    def _over(self, carry: Any, step: Callable, *, at_once: int = AT_ONCE) -> Any:
+        """`step(carry, x, number, chunk)` for what is left of the warpgroup's chunks.
 
-        Numbers count from 0 to a multiple of `AT_ONCE`; x is -inf for those that there are no chunks for.
+        Numbers count from 0 to a multiple of `at_once`; x is -inf for those that there are no chunks for.
         """
-        at_once = 2 if noise else AT_ONCE
+        count = self.count
 
-        def load(ref, start):
-            source = ref.at[self.row, pl.ds(start, CHUNK)]
-            return plgpu.load(source, layout=_STRIDED, optimized=False)
+        def load(start):
+            return plgpu.load(self.logits.at[self.row, pl.ds(start, CHUNK)], layout=_STRIDED, optimized=False)
 
         def visit(turn, carry):
             numbers = [turn * at_once + place for place in range(at_once)]
             # Past the last one it is looked at again, and all of it left out.
-            chunks = [self.alive[self.wg, jnp.minimum(number, self.count - 1)] for number in numbers]
+            chunks = [self.alive[self.wg, jnp.minimum(number, count - 1)] for number in numbers]
             begin = [self._begins(chunk) for chunk in chunks]
-            found = [[load(ref, start) for ref in (self.logits, self.noise)[: 1 + noise]] for _, start in begin]
-            for (x, *more), number, chunk, (first, start) in zip(found, numbers, chunks, begin, strict=True):
-                own = jnp.where(number < self.count, first - start, CHUNK)
+            found = [load(start) for _, start in begin]
+            for x, number, chunk, (first, start) in zip(found, numbers, chunks, begin, strict=True):
+                own = jnp.where(number < count, first - start, CHUNK)
                 x = jnp.where(_places() >= own, x.astype(jnp.float32), -jnp.inf)
-                carry = step(carry, x, number, chunk, *more)
+                carry = step(carry, x, number, chunk)
             return carry
 
-        return lax.fori_loop(0, lax.div(self.count + (at_once - 1), jnp.int32(at_once)), visit, carry)
+        return lax.fori_loop(0, lax.div(count + (at_once - 1), jnp.int32(at_once)), visit, carry)
 
     def _begins(self, chunk) -> tuple:
         """Where a chunk begins, and where it is read: what would end beyond the row begins earlier, in another's numbers."""
-        first = (chunk * self.warpgroups + self.wg) * CHUNK
+        first = ((chunk * self.warpgroups + self.wg) * self.parts + self.part) * CHUNK
         return first, jnp.minimum(first, self.size - CHUNK)
 
     def _met(self, kind: Reduction, chunks: Sequence) -> list:
         """Sums or the like of what all warpgroups have, in their order."""
-        combine = {"add": lax.add, "max": jnp.maximum, "min": jnp.minimum}[kind]
         for place, chunk in enumerate(chunks):
             self._reduce(kind, chunk, self.sums, place)
+        return self._of_all(kind, len(chunks))
+
+    def _of_all(self, kind: Reduction, count: int) -> list:
+        combine = {"add": lax.add, "max": jnp.maximum, "min": jnp.minimum}[kind]
         self._meet()
         found = []
-        for place in range(len(chunks)):
+        for place in range(count):
             one = self.sums[0, place]
             for other in range(1, self.warpgroups):
                 one = combine(one, self.sums[other, place])
@@ -214,7 +300,8 @@ class _Row:
 
     def _reduce(self, kind: Reduction, chunk, target, place) -> None:
         """A chunk's sum or the like to the warpgroup's line of `target`."""
-        reduce_into(chunk, target, self.scratch, self.wg, place, kind=kind, vector=VECTOR)
+        vector = chunk.shape[0] // WARPGROUP
+        reduce_into(chunk, target, self.scratch, self.wg, place, kind=kind, vector=vector)
 
     def _meet(self) -> None:
         plgpu.barrier_arrive(self.met)
@@ -245,14 +332,25 @@ def _whole(numbers):
     return raw ^ ((raw >> 15) & 0x7FFF)
 
 
-def _number(whole):
-    """The float32 of one of `_whole`, as a chunk: a scalar cannot be read as another type. Nothing reaches one beyond infinity."""
+def _number(whole, layout=None):
+    """`_as_number` as a chunk. Nothing reaches one beyond infinity."""
     raw = whole ^ ((whole >> 15) & 0x7FFF)
-    return lax.bitcast_convert_type(_full(raw << 16), jnp.float32)
+    return lax.bitcast_convert_type(_full(raw << 16, layout, jnp.int32), jnp.float32)
 
 
-def _full(value):
-    return plgpu.layout_cast(jnp.full((CHUNK,), value), _STRIDED)
+@thread_op(args=(SCALAR,), returns=FACTOR, interpret=lambda raw: lax.bitcast_convert_type(raw, jnp.float32))
+def _read_as_float(raw):
+    return th.as_real(raw)
+
+
+def _as_number(whole):
+    """The float32 of one of `_whole`."""
+    return _read_as_float((whole ^ ((whole >> 15) & 0x7FFF)) << 16)
+
+
+def _full(value, layout=None, dtype=None):
+    layout = _STRIDED if layout is None else layout
+    return plgpu.layout_cast(jnp.full(WARPGROUP if layout is _ONE_EACH else CHUNK, value, dtype), layout)
 
 
 def _places():
