@@ -75,6 +75,10 @@ def plan_engine(target: Checkpoint, drafter: Checkpoint | None, options: LoadOpt
         raise ParameterError(
             f"weight_dtype={options.weight_dtype!r} was not tried with Kimi delta attention: leave it out"
         )
+    if options.weight_dtype is not None and getattr(target.config, "ngram_shapes", ()):
+        raise ParameterError(
+            f"weight_dtype={options.weight_dtype!r} was not tried with hashed n-grams and gated residuals: leave it out"
+        )
     kept = without_layers(target.config, options.cache_dtype, options.cache_dtype_skip_layers)
     if draft is None and options.draft_cache_dtype is not None:
         raise ParameterError(f"draft_cache_dtype must be left out without a drafter, got {options.draft_cache_dtype!r}")

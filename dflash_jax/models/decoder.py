@@ -99,7 +99,7 @@ class Decoder(nnx.Module):
             x, normed = jnp.where(given[0][:, :, None], given[1].astype(x.dtype), x), None
         layers, rotary = self.layers_for(ids, x), self.rotary(positions)
         streams, hidden, cache = run(layers, self.norm, self.spread(x), rotary, attend, cache, normed=normed)
-        tapped = [hidden if tap == FINAL_HIDDEN else x if tap < 0 else self.tapped(streams[tap]) for tap in taps]
+        tapped = [hidden if tap == FINAL_HIDDEN else x if tap < 0 else self.tapped(streams[tap], tap) for tap in taps]
         features = jnp.concatenate(tapped, axis=-1) if tapped else jnp.zeros((*ids.shape, 0), x.dtype)
         return hidden, features, cache
 
@@ -112,8 +112,9 @@ class Decoder(nnx.Module):
         """The first layer's input, from embeddings."""
         return x
 
-    def tapped(self, stream: Array) -> Float[Array, "B T D"]:
-        """What drafters read of a layer's output."""
+    def tapped(self, stream: Array, index: int) -> Float[Array, "B T D"]:
+        """What drafters read of the output of layer `index`."""
+        del index  # of no use where there is one stream
         return stream
 
     def rotary(self, positions: Int[Array, "B T *axes"]) -> Rotary:

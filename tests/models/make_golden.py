@@ -27,6 +27,7 @@ from golden import (
     nemotron_h_oracle,
     qwen3_moe_oracle,
     qwen3_oracle,
+    qwen4_exp_oracle,
     sparse_oracle,
     vision_oracle,
 )
@@ -36,7 +37,7 @@ ORACLES = {
     "deepseek": deepseek_oracle, "sparse": sparse_oracle, "dflash": dflash_oracle, "vision": vision_oracle, "lfm2": lfm2_oracle,
     "muse_glimmer": muse_glimmer_oracle, "mellum": mellum_oracle, "minimax_m2": minimax_m2_oracle, "minimax_m3": minimax_m3_oracle,
     "mistral4": mistral4_oracle, "laguna": laguna_oracle, "glm5_next": glm5_next_oracle, "kimi_linear": kimi_linear_oracle,
-    "mimo_v2": mimo_v2_oracle, "nemotron_h": nemotron_h_oracle,
+    "mimo_v2": mimo_v2_oracle, "nemotron_h": nemotron_h_oracle, "qwen4_exp": qwen4_exp_oracle,
 }  # fmt: skip
 
 
