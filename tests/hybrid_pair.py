@@ -1,7 +1,10 @@
-"""Small random hybrid pairs: gated delta nets beside gated attention, in every arrangement of heads, short convolutions, Mamba 2,
-and Kimi delta attention beside latent attention to pools."""
+"""Small random hybrid pairs: gated delta nets beside gated attention, in every arrangement of heads, short convolutions, Mamba
+2, Kimi delta attention beside latent attention to pools, and gated delta nets with hashed n-grams beside attention to blocks."""
 
 from dataclasses import replace
+
+import jax.numpy as jnp
+from jaxtyping import Array
 
 from dflash_jax.config import RopeConfig
 from dflash_jax.models.glm5_next import Glm5NextConfig
@@ -9,6 +12,7 @@ from dflash_jax.models.kimi_linear import KimiLinearConfig
 from dflash_jax.models.lfm2 import Lfm2Config
 from dflash_jax.models.nemotron_h import NemotronHConfig
 from dflash_jax.models.qwen3_5 import Qwen35Config
+from dflash_jax.models.qwen4_exp import Qwen4ExpConfig
 
 from .random_pair import VOCAB, Pair, draft_config
 
@@ -79,6 +83,25 @@ def kimi_config(**changes) -> KimiLinearConfig:
     return replace(base, **changes)
 
 
+def chosen_config(**changes) -> Qwen4ExpConfig:
+    """Four layers over two streams, three of them gated delta nets, of which the first begins with hashed n-grams. Queries see 16
+    tokens in blocks of four, and those behind them."""
+    base = Qwen4ExpConfig(
+        vocab_size=VOCAB, hidden_size=40, intermediate_size=20, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=16,
+        rope=RopeConfig(theta=1e4, partial=0.5), windows=(None,) * 4, full_layers=(2,), linear_key_heads=2,
+        linear_value_heads=6, linear_key_dim=8, linear_value_dim=12, num_experts=4, experts_per_token=2,
+        moe_intermediate_size=24, shared_intermediate_size=20, output_gate="sigmoid", streams=2, stream_rank=6, index_heads=6,
+        index_head_dim=8, index_block=4, index_topk=16, ngram_layers=(0,), ngram_end=3, ngram_size=3, ngram_heads=2,
+        ngram_least=50, ngram_multiple=8, ngram_seed=9, ngram_width=12, ngram_taps=3, tie_embeddings=True,
+    )  # fmt: skip
+    return replace(base, **changes)
+
+
+def nothing(leaf: Array) -> float:
+    """What an array of a state may hold that nobody reads: NaN, or a token that is none of the text's."""
+    return jnp.nan if jnp.issubdtype(leaf.dtype, jnp.floating) else 41
+
+
 def quiet(weights) -> None:
     """A drafter that is right now and then: it shares the target's embedding, which is the head too, and its own layers say
     little."""
@@ -90,7 +113,14 @@ def quiet(weights) -> None:
 
 
 def hybrid_pair(
-    target: Qwen35Config | Lfm2Config | NemotronHConfig | Glm5NextConfig | KimiLinearConfig | None = None, **options
+    target: Qwen35Config
+    | Lfm2Config
+    | NemotronHConfig
+    | Glm5NextConfig
+    | KimiLinearConfig
+    | Qwen4ExpConfig
+    | None = None,
+    **options,
 ) -> Pair:
     """An engine over a hybrid target whose drafter's proposals stand now and then."""
     draft = draft_config(**options.pop("draft", {}))

@@ -77,6 +77,17 @@ TARGETS: dict[str, dict[str, Any]] = {
         "Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe",
         SIZES | BOOKS | HYBRID | EXPERTS | {"model_type": "qwen3_5_moe_text", "shared_expert_intermediate_size": 24},
     ),
+    "Qwen3.8-Flash-Next": _text_model(
+        "Qwen4ExpForConditionalGeneration", "qwen4_exp",
+        SIZES | BOOKS | HYBRID | EXPERTS | {
+            "model_type": "qwen4_exp_text", "shared_expert_intermediate_size": 24, "norm_topk_prob": True,
+            "output_gate_type": "sigmoid", "hc_count": 4, "hc_lowrank": 6, "indexer_n_heads": 4, "indexer_kv_heads": 1,
+            "indexer_head_dim": 8, "indexer_budget": 12, "indexer_compress_ratio": 4, "ple_layer_ids": [2], "ple_embed_dim": 24,
+            "ple_conv_kernel_size": 4, "ngram_size": 3, "heads_per_ngram": 2, "ngram_vocab_size_base": 29,
+            "make_ngram_vocab_size_divisible_by": 4, "split_ngram_parts": 2, "seed": 1234, "full_attention_interval": 4,
+            "partial_rotary_factor": 0.5, "mtp_num_hidden_layers": 1, "mamba_ssm_dtype": "float32", "attn_output_gate": True,
+        },
+    ),
     "Qwen3-Coder-Next": SIZES | BOOKS | HYBRID | EXPERTS | {
         "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "shared_expert_intermediate_size": 24,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.5}, "norm_topk_prob": True,
@@ -255,7 +266,6 @@ TARGETS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 # What targets that are not loaded call themselves, where that is known.
 REFUSED_TARGETS: dict[str, tuple[str, ...]] = {
-    "Qwen3.8-Flash-Next": ("Qwen4ExpForConditionalGeneration",),
     "MiniMax-M3.1": (),
     "Kimi K3": (),
     "Inkling": (),

@@ -6,18 +6,18 @@ import jax
 import jax.numpy as jnp
 from dflash_kernels import index_select
 from dflash_kernels.attention.index.reference import head_scores
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from dflash_jax.attention.blocks import visible_keys
 from dflash_jax.attention.mla import LatentLayer
 from dflash_jax.attention.pooled import chosen_tokens, pooled_keys
+from dflash_jax.attention.whole_blocks import seen_tokens
 from dflash_jax.cache.recurrent import zero_state
 from dflash_jax.models.layers import Attention, BlockRows, Cache, ChoiceRows, IndexRows, PooledRows, Rotary
 
 
 class DenseAttend:
-    """An `Attend`, `LatentAttend`, `IndexedAttend`, `PooledAttend` and `CompressedAttend` over the tokens of one call; see
-    `dense_attend`.
+    """An `Attend`, and one with choice of any kind, over the tokens of one call; see `dense_attend`.
 
     It gives a cache back as it is, but for `indexed` and for layers whose keys and values later ones attend to as well, which are
     its cache by layer.
@@ -71,10 +71,9 @@ class DenseAttend:
         rows, tokens = q.shape[:2]
         positions = jnp.broadcast_to(jnp.arange(tokens), (rows, tokens))
         keys = pooled_keys(jnp.concatenate([index.k, index.logits], axis=-1), index.places)
-        seen = chosen_tokens(index, keys, positions, count=layer.config.index_topk)
-        places = (*jnp.indices(seen.shape, sparse=True)[:2], seen)
-        visible = jnp.zeros((rows, tokens, tokens), bool)
-        visible = visible.at[places].set(True, mode="drop", wrap_negative_indices=False)
+        size, count = index.places.shape[0], layer.config.index_topk
+        seen = chosen_tokens(index.q, index.weights, keys, positions, size=size, count=count)
+        visible = _named(seen, tokens)
         return DenseAttend(visible, None).latent_parts(layer, *layer.parts(q, row, None)), cache
 
     def blocks(
@@ -118,13 +117,25 @@ class DenseAttend:
             seen = (jnp.arange(count) < (jnp.arange(tokens)[:, None] + 1) // rate)[None]
             if choice is not None and count > (most := layer.config.index_topk):
                 scores = jnp.where(seen, head_scores(choice.q, entries[..., width:], choice.weights), -jnp.inf)
-                best = index_select(scores, count=most)
-                places = (*jnp.indices(best.shape, sparse=True)[:2], best)
-                seen = jnp.zeros(scores.shape, bool).at[places].set(True, mode="drop", wrap_negative_indices=False)
+                seen = _named(index_select(scores, count=most), count)
             keys = jnp.concatenate([keys, entries[..., :width]], axis=1)
             visible = jnp.concatenate([jnp.broadcast_to(visible, (len(seen), tokens, tokens)), seen], axis=-1)
         keys = keys[:, :, None]
         return masked_attention(q, keys, keys, visible, layer.scale, layer.sinks[...]), cache
+
+    def whole_blocks(
+        self, layer: Any, qkv: Array, index: BlockRows, rotary: Rotary, cache: Cache = None
+    ) -> tuple[Array, Cache]:
+        """Attention to the whole blocks that an indexer chooses. Blocks begin with the call's tokens, so there is no mask.
+
+        Raises:
+          NotImplementedError: there is one.
+        """
+        if self.mask is not None:
+            raise NotImplementedError("blocks of keys begin where a text does: give one text in a row, and no mask")
+        positions = jnp.broadcast_to(jnp.arange(qkv.shape[1]), qkv.shape[:2])
+        seen = seen_tokens(layer, index.q, index.k, positions)
+        return DenseAttend(_named(seen, qkv.shape[1]), None)(layer, qkv, rotary, cache)
 
     def chosen(self, index: IndexRows, count: int) -> Bool[Array, "B T T"]:
         """The `count` keys with the best scores of those that each query sees."""
@@ -144,6 +155,13 @@ class DenseAttend:
         ones = jnp.ones((1, q.shape[1], k.shape[1]), bool)
         visible = self.mask if self.mask is not None else jnp.tril(ones) if layer.causal else ones
         return masked_attention(q, k, v, visible, layer.scale)
+
+
+def _named(places: Int[Array, "B T K"], keys: int) -> Bool[Array, "B T S"]:
+    """Which keys queries see that name places, negative ones for none."""
+    rows = (*jnp.indices(places.shape, sparse=True)[:2], places)
+    visible = jnp.zeros((*places.shape[:2], keys), bool)
+    return visible.at[rows].set(True, mode="drop", wrap_negative_indices=False)
 
 
 def dense_attend(

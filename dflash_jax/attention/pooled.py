@@ -37,18 +37,25 @@ def pooled_keys(rows: Float[Array, "B S E2"], places: Float[Array, "p E"]) -> Fl
 
 
 def chosen_tokens(
-    index: PooledRows, keys: Float[Array, "B P E"], positions: Int[Array, "B T"], *, count: int
+    q: Float[Array, "B T I E"],
+    weights: Float[Array, "B T I"],
+    keys: Float[Array, "B P E"],
+    positions: Int[Array, "B T"],
+    *,
+    size: int,
+    count: int,
 ) -> Int[Array, "B T K"]:
     """Positions of the tokens that each query sees, -1 where there are fewer.
 
     Args:
+      q, weights: of the indexer's heads, see `IndexRows`.
       keys: of pools.
       positions: of the queries; -1 for one that sees nothing.
+      size: tokens of a pool.
       count: tokens of chosen pools at most, a multiple of a pool's.
     """
-    size = index.places.shape[0]
     last = (jnp.arange(keys.shape[1]) + 1) * size - 1
-    scores = head_scores(index.q, keys, index.weights)
+    scores = head_scores(q, keys, weights)
     scores = jnp.where(last <= positions[..., None], scores, -jnp.inf)
     pools = index_select(scores, count=min(count // size, keys.shape[1]), implementation="xla")[..., None]
     within = jnp.where(pools < 0, -1, pools * size + jnp.arange(size)).reshape(*positions.shape, -1)
@@ -73,7 +80,8 @@ def pooled_attention(
     tokens = jnp.arange(q.shape[1])
     positions = (paged.seq_lens - paged.q_lens)[:, None] + tokens
     positions = jnp.where(tokens < paged.q_lens[:, None], positions, -1)
-    seen = chosen_tokens(index, pooled_keys(held, index.places), positions, count=count)
+    keys = pooled_keys(held, index.places)
+    seen = chosen_tokens(index.q, index.weights, keys, positions, size=index.places.shape[0], count=count)
     pages = jnp.take_along_axis(table[:, None], jnp.maximum(seen, 0) // size, axis=2)
     o_latent = mla_selected_attention(
         layer.absorb(q_nope, q_pe), cache.k[layer.index], jnp.where(seen < 0, -1, pages * size + seen % size),

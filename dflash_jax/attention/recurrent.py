@@ -13,17 +13,19 @@ import jax.numpy as jnp
 from dflash_kernels import DeltaFactors, delta_fold
 from dflash_kernels.recurrent.kda import KdaFactors, kda_fold
 from dflash_kernels.recurrent.mamba2 import Mamba2Factors, mamba2_fold
+from dflash_kernels.recurrent.ngrams import NgramFactors, ngram_fold
 from dflash_kernels.recurrent.short_conv import ConvFactors, conv_fold
 from jaxtyping import Array, Bool, Int
 
 from dflash_jax.attention.indexed import IndexedCache, IndexedPages
 from dflash_jax.attention.paged import PagedAttend
 from dflash_jax.attention.pooled import pooled_attention
+from dflash_jax.attention.whole_blocks import whole_block_attention
 from dflash_jax.cache.pages import Pages
 from dflash_jax.cache.recurrent import State
-from dflash_jax.models.layers import Attention, PooledRows, Rotary
+from dflash_jax.models.layers import Attention, BlockRows, PooledRows, Rotary
 
-type Factors = DeltaFactors | Mamba2Factors | ConvFactors | KdaFactors
+type Factors = DeltaFactors | Mamba2Factors | ConvFactors | KdaFactors | NgramFactors
 # Of one mixer that keeps a state, a `models.layers.RecurrentMixer`: the layer, its projection and its state, to the output, the
 # state after it and factors of its tokens.
 type Mix = Callable[[Any, Array, State], tuple[Array, State, Factors | None]]
@@ -47,7 +49,8 @@ class HybridCache:
 
 
 class HybridAttend:
-    """An `Attend`, `LatentAttend` or `PooledAttend` over pages and a `DeltaAttend` over states; its cache is a `HybridCache`.
+    """An `Attend`, `LatentAttend`, `PooledAttend` or `WholeBlockAttend` over pages and a `DeltaAttend` over states; its cache is a
+    `HybridCache`.
 
     Args:
       paged: what layers with attention are called with.
@@ -71,6 +74,13 @@ class HybridAttend:
     ) -> tuple[Array, HybridCache]:
         """See `PooledAttend`."""
         out, pages = pooled_attention(self.paged, layer, q, row, index, cache.pages)
+        return out, replace(cache, pages=pages)
+
+    def whole_blocks(
+        self, layer: Any, qkv: Array, index: BlockRows, rotary: Rotary, cache: HybridCache
+    ) -> tuple[Array, HybridCache]:
+        """See `WholeBlockAttend`."""
+        out, pages = whole_block_attention(self.paged, layer, qkv, index, rotary, cache.pages)
         return out, replace(cache, pages=pages)
 
     def delta(self, layer: Any, projected: Array, cache: HybridCache) -> tuple[Array, HybridCache]:
@@ -153,5 +163,7 @@ def folded(
 
 
 def _folded(state: Any, factors: Factors, counts: Int[Array, "B"]) -> State:
-    folds: dict[type, Any] = {ConvFactors: conv_fold, KdaFactors: kda_fold, Mamba2Factors: mamba2_fold}
+    folds: dict[type, Any] = {
+        ConvFactors: conv_fold, KdaFactors: kda_fold, Mamba2Factors: mamba2_fold, NgramFactors: ngram_fold
+    }  # fmt: skip
     return folds.get(type(factors), delta_fold)(state, factors, counts)

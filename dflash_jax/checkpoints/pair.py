@@ -34,6 +34,7 @@ KNOWN_DRAFTERS: Mapping[str, str] = {
     "Qwen/Qwen3.6-27B": "z-lab/Qwen3.6-27B-DFlash",
     "Qwen/Qwen3.6-35B-A3B": "z-lab/Qwen3.6-35B-A3B-DFlash",
     "Qwen/Qwen3.8-27B": "incoai/Qwen3.8-27B-DFlash2",
+    "Qwen/Qwen3.8-Flash-Next": "incoai/Qwen3.8-Flash-Next-DFlash2",
     "ornith-ai/Ornith-1.5-35B-A3B": "jzinno/Ornith-1.5-35B-A3B-DFlash2",
     "Qwen/Qwen3-Coder-Next": "z-lab/Qwen3-Coder-Next-DFlash",
     "google/gemma-4-12B-it": "z-lab/gemma-4-12B-it-DFlash",

@@ -134,6 +134,7 @@ def workspace_bytes(
     )
     features = 0 if draft is None else len(draft.target_layer_ids) * target.feature_width
     activations = rows * (widest + 2 * features) * dtype.itemsize + delta_bytes(target, rows, dtype)
+    activations += ngram_bytes(target, rows, dtype)
     logits = batch * block * target.vocab_size * 4 * _LOGITS
     # Where no kernel takes the call, scores are held whole, before and after the softmax.
     chosen = getattr(target, "index_topk", tokens)
@@ -200,6 +201,15 @@ def delta_bytes(target: DecoderConfig, rows: int, dtype: jnp.dtype) -> int:
         + dtype.itemsize * shape.channels
     )
     return rows * (layers * factors + 2 * shape.columns * dtype.itemsize + 4 * 4 * shape.columns)
+
+
+def ngram_bytes(target: DecoderConfig, rows: int, dtype: jnp.dtype) -> int:
+    """Memory of hashed n-grams for `rows` tokens: rows of the convolutions of all layers, and of one layer in work keys, queries,
+    gated values and sums in float32."""
+    shapes = getattr(target, "ngram_shapes", ())
+    if not shapes:
+        return 0
+    return rows * shapes[0].channels * (len(shapes) * dtype.itemsize + 6 * 4)
 
 
 def _mamba2_factors(shape: Mamba2Shape, dtype: jnp.dtype) -> int:

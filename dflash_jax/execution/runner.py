@@ -13,7 +13,7 @@ from dflash_jax.execution.fused_float8 import run_fused_float8
 from dflash_jax.execution.fused_moe import run_fused_moe
 from dflash_jax.execution.persistent import Workspace, make_workspace, run_persistent
 from dflash_jax.execution.plan import PLAIN, ExecutionPlan
-from dflash_jax.models.layers import ONE_BY_ONE, Cache, Norm, Rotary
+from dflash_jax.models.layers import ONE_BY_ONE, Cache, Rotary
 from dflash_jax.quantization.weights import Quantized
 
 
@@ -46,7 +46,7 @@ class Planned:
     def __call__(
         self,
         layers: Sequence[Any],
-        norm: Norm,
+        norm: Any,
         x: Float[Array, "B T *streams D"],
         rotary: Rotary,
         attend: Any,

@@ -100,7 +100,9 @@ class Decoder(nnx.Module):
         layers, rotary = self.layers_for(ids, x), self.rotary(positions)
         streams, hidden, cache = run(layers, self.norm, self.spread(x), rotary, attend, cache, normed=normed)
         first = self.tapped_embedding(x)
-        tapped = [hidden if tap == FINAL_HIDDEN else first if tap < 0 else self.tapped(streams[tap]) for tap in taps]
+        tapped = [
+            hidden if tap == FINAL_HIDDEN else first if tap < 0 else self.tapped(streams[tap], tap) for tap in taps
+        ]
         features = jnp.concatenate(tapped, axis=-1) if tapped else jnp.zeros((*ids.shape, 0), x.dtype)
         return hidden, features, cache
 
@@ -113,8 +115,9 @@ class Decoder(nnx.Module):
         """The first layer's input, from embeddings."""
         return x
 
-    def tapped(self, stream: Array) -> Float[Array, "B T F"]:
-        """What drafters read of a layer's output."""
+    def tapped(self, stream: Array, index: int) -> Float[Array, "B T F"]:
+        """What drafters read of the output of layer `index`."""
+        del index  # of no use where there is one stream
         return stream
 
     def tapped_embedding(self, x: Float[Array, "B T D"]) -> Float[Array, "B T F"]:

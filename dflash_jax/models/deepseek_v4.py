@@ -572,12 +572,13 @@ class DeepseekV4(TwoRotationsDecoder):
         """All streams begin with the embedding."""
         return jnp.repeat(x[:, :, None], self.streams, axis=2)
 
-    def tapped(self, stream: Float[Array, "B T S D"]) -> Float[Array, "B T SD"]:
+    def tapped(self, stream: Float[Array, "B T S D"], index: int) -> Float[Array, "B T SD"]:
         """Drafters read all streams after a layer."""
+        del index  # of every layer alike
         return stream.reshape(*stream.shape[:2], -1)
 
     def tapped_embedding(self, x: Float[Array, "B T D"]) -> Float[Array, "B T SD"]:
-        return self.tapped(self.spread(x))
+        return self.tapped(self.spread(x), -1)
 
 
 def deepseek_v4_traits(config: DeepseekV4Config) -> LayerTraits:

@@ -336,8 +336,9 @@ class Glm5Next(Decoder):
         """All streams begin with the embedding."""
         return jnp.repeat(x[:, :, None], self.streams, axis=2)
 
-    def tapped(self, stream: Float[Array, "B T S D"]) -> Float[Array, "B T D"]:
-        """Drafters read the mean of the streams after a layer."""
+    def tapped(self, stream: Float[Array, "B T S D"], index: int) -> Float[Array, "B T D"]:
+        """Drafters read the mean of the streams after a layer, whichever it is."""
+        del index
         return jnp.mean(stream, axis=2)
 
     def rotary(self, positions: Int[Array, "B T"]) -> Rotary:

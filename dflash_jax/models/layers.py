@@ -118,7 +118,10 @@ class PooledAttend(Protocol):
 
 
 class BlockRows(NamedTuple):
-    """Outputs of an indexer of blocks for tokens, normed and rotated: queries `[B,T,K,E]`, one a key head, and keys `[B,T,E]`."""
+    """Outputs of an indexer of blocks for tokens, normed and rotated: queries `[B,T,K,E]`, one a key head, and keys `[B,T,E]`.
+
+    Of an indexer of whole blocks, as many queries as it has heads, and keys as they are projected.
+    """
 
     q: Array
     k: Array
@@ -130,6 +133,18 @@ class BlockAttend(Protocol):
 
     def blocks(self, layer: Any, qkv: Array, index: BlockRows, rotary: Rotary, cache: Cache) -> tuple[Array, Cache]:
         """As `Attend`, over `layer.config.index_blocks` blocks of `index_block` keys, of which the last `index_local` always."""
+        ...
+
+
+@runtime_checkable
+class WholeBlockAttend(Protocol):
+    """Attention of all heads to the whole blocks of keys that an indexer chooses."""
+
+    def whole_blocks(
+        self, layer: Any, qkv: Array, index: BlockRows, rotary: Rotary, cache: Cache
+    ) -> tuple[Array, Cache]:
+        """As `Attend`, over the blocks with `layer.config.index_topk` tokens that have the best scores, and the tokens behind the
+        last whole block. `layer.block_keys` are keys of blocks."""
         ...
 
 
@@ -323,7 +338,7 @@ class Runner(Protocol):
     def __call__(
         self,
         layers: Sequence[Any],
-        norm: "Norm",
+        norm: Callable[[Array], Array],
         x: Float[Array, "B T *streams D"],
         rotary: Rotary,
         attend: Any,
@@ -350,7 +365,7 @@ class OneByOne:
     def __call__(
         self,
         layers: Sequence[Any],
-        norm: "Norm",
+        norm: Callable[[Array], Array],
         x: Float[Array, "B T *streams D"],
         rotary: Rotary,
         attend: Any,

@@ -23,6 +23,7 @@ from dflash_jax.models.nemotron_h import NemotronHConfig
 from dflash_jax.models.qwen2 import Qwen2Config
 from dflash_jax.models.qwen3_5 import Qwen35Config
 from dflash_jax.models.qwen3_moe import Qwen3MoeConfig
+from dflash_jax.models.qwen4_exp import Qwen4ExpConfig
 
 
 def _target(hidden: int, inner: int, layers: int, heads: int, *, tied: bool) -> Qwen3Config:
@@ -191,6 +192,51 @@ HYBRID_TARGETS: Mapping[str, Qwen35Config] = MappingProxyType(
         "Qwen3.5-27B": _hybrid(5120, 17_408, 64, (24, 4), 48),
         "Qwen3.5-35B-A3B": _hybrid(2048, 5632, 40, (16, 2), 32, experts=(256, 8)),
         "Qwen3-Coder-Next": _hybrid(2048, 5632, 48, (16, 2), 32, vocab=151_936, experts=(512, 10), grouped=True),
+    }
+)
+
+
+# Sizes as inference engines' tests give those of the published file, which has not been seen.
+FLASH_NEXT_TARGETS: Mapping[str, Qwen4ExpConfig] = MappingProxyType(
+    {
+        "Qwen3.8-Flash-Next": Qwen4ExpConfig(
+            vocab_size=248_320,
+            hidden_size=2560,
+            intermediate_size=640,
+            num_layers=48,
+            num_heads=24,
+            num_kv_heads=2,
+            head_dim=256,
+            rope=RopeConfig(theta=1e7, partial=0.25, original_max_position=262_144),
+            max_position=262_144,
+            windows=(None,) * 48,
+            full_layers=tuple(range(3, 48, 4)),
+            linear_key_heads=16,
+            linear_value_heads=48,
+            linear_key_dim=128,
+            linear_value_dim=128,
+            output_gate="sigmoid",
+            num_experts=512,
+            experts_per_token=10,
+            moe_intermediate_size=640,
+            shared_intermediate_size=640,
+            streams=4,
+            stream_rank=320,
+            index_heads=4,
+            index_head_dim=128,
+            index_block=4,
+            index_topk=2048,
+            ngram_layers=(1,),
+            ngram_end=248_044,
+            ngram_size=3,
+            ngram_heads=8,
+            ngram_least=20_000_000,
+            ngram_multiple=128,
+            ngram_seed=1234,
+            ngram_width=2560,
+            ngram_taps=4,
+            ngram_parts=128,
+        ),
     }
 )
 

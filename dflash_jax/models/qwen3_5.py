@@ -70,7 +70,7 @@ _NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
 _NO_EXPERTS: dict[str, tuple[Any, ...]] = dict.fromkeys(
     ("moe_intermediate_size", "num_experts", "num_experts_per_tok", "shared_expert_intermediate_size"), (None, 0)
 )
-_BESIDE_TEXT = NEUTRAL_KEYS | {
+BESIDE_TEXT = NEUTRAL_KEYS | {
     "image_token_id", "language_model_only", "text_config", "video_token_id", "vision_config", "vision_end_token_id",
     "vision_start_token_id",
 }  # fmt: skip
@@ -157,7 +157,7 @@ class Qwen35Config(DecoderConfig):
             values = KeyReader("config.json, text_config", whole.get("text_config")).values
             refuse_quantized(values)
         keys = KeyReader(f"config.json ({kind})", values, notices)
-        fields = _decoder(keys, kind) | _delta(keys)
+        fields = decoder_keys(keys, kind) | delta_fields(keys)
         neutral_values = {**_NEUTRAL_VALUES, **(_NO_EXPERTS if kind == DENSE else {})}
         if kind != DENSE:
             fields |= _experts(keys, kind, fields["num_layers"])
@@ -170,7 +170,7 @@ class Qwen35Config(DecoderConfig):
         if whole is not None:
             # What the text model reads may be said twice, but not in two ways.
             twice = {key: (values.get(key),) for key in keys.read} | {"tie_word_embeddings": (tied,)}
-            whole.refuse_rest(_BESIDE_TEXT, {**NEUTRAL_VALUES, **twice})
+            whole.refuse_rest(BESIDE_TEXT, {**NEUTRAL_VALUES, **twice})
         return config
 
 
@@ -182,8 +182,8 @@ def _kind(values: Mapping[str, Any]) -> str:
     return _KIND_OF_TYPE.get(str(values.get("model_type")), DENSE)
 
 
-def _decoder(keys: KeyReader, kind: str) -> dict[str, Any]:
-    """The fields of `DecoderConfig`, and which layers attend."""
+def decoder_keys(keys: KeyReader, kind: str, *, partial: float = 0.25) -> dict[str, Any]:
+    """The fields of `DecoderConfig`, and which layers attend; `partial`: what of a head rotates where the file does not say."""
     layers, heads = keys.integer("num_hidden_layers"), keys.integer("num_attention_heads")
     kv_heads = keys.integer("num_key_value_heads", heads)
     if heads % kv_heads:
@@ -194,7 +194,7 @@ def _decoder(keys: KeyReader, kind: str) -> dict[str, Any]:
     if (activation := keys.get("hidden_act", "silu")) != "silu":
         raise ConfigError(f"{keys.subject}: hidden_act must be silu, got {shown(activation)}")
     max_position = keys.integer("max_position_embeddings", 32_768)
-    rope = RopeConfig.from_keys(keys, max_position, partial=0.25, neutral=_MROPE)
+    rope = RopeConfig.from_keys(keys, max_position, partial=partial, neutral=_MROPE)
     if int(head_dim * rope.partial) % 2 or int(head_dim * rope.partial) < 2:
         raise ConfigError(
             f"{keys.subject}: partial_rotary_factor={rope.partial} of head_dim={head_dim} is no even number of entries"
@@ -231,7 +231,7 @@ def _full_layers(keys: KeyReader, layers: int) -> tuple[int, ...]:
     return full
 
 
-def _delta(keys: KeyReader) -> dict[str, Any]:
+def delta_fields(keys: KeyReader) -> dict[str, Any]:
     """The fields of the gated delta nets."""
     key_heads, value_heads = keys.integer("linear_num_key_heads", 16), keys.integer("linear_num_value_heads", 32)
     if value_heads % key_heads:
@@ -380,11 +380,11 @@ def qwen35_parameters(config: Qwen35Config) -> tuple[Parameter, ...]:
         ours, theirs = f"layers.{i}.", f"model.layers.{i}."
         table.append(single(f"{ours}input_norm.offset", f"{theirs}input_layernorm.weight", (d,)))
         if i in config.full_layers:
-            table += _attention_parameters(config, f"{ours}attn.", f"{theirs}self_attn.")
+            table += attention_parameters(config, f"{ours}attn.", f"{theirs}self_attn.")
         else:
-            table += _delta_parameters(config, f"{ours}delta.", f"{theirs}linear_attn.")
+            table += delta_parameters(config, f"{ours}delta.", f"{theirs}linear_attn.")
         table.append(single(f"{ours}post_norm.offset", f"{theirs}post_attention_layernorm.weight", (d,)))
-        feed_forward = _expert_parameters if config.has_experts(i) else mlp_parameters
+        feed_forward = expert_parameters if config.has_experts(i) else mlp_parameters
         table += feed_forward(config, f"{ours}mlp.", f"{theirs}mlp.")
     table.append(single("norm.offset", "model.norm.weight", (d,)))
     if not config.tie_embeddings:
@@ -392,7 +392,7 @@ def qwen35_parameters(config: Qwen35Config) -> tuple[Parameter, ...]:
     return tuple(table)
 
 
-def _attention_parameters(config: Qwen35Config, ours: str, theirs: str) -> list[Parameter]:
+def attention_parameters(config: Qwen35Config, ours: str, theirs: str) -> list[Parameter]:
     """Parameters of one layer with full attention. A checkpoint has each head's gate after its query, in one tensor."""
     d, n, k, h = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
 
@@ -416,7 +416,7 @@ def _attention_parameters(config: Qwen35Config, ours: str, theirs: str) -> list[
     return table
 
 
-def _delta_parameters(config: Qwen35Config, ours: str, theirs: str) -> list[Parameter]:
+def delta_parameters(config: Qwen35Config, ours: str, theirs: str) -> list[Parameter]:
     """Parameters of one gated delta net: rows of queries, keys, values, output gates, write strengths and decays in one matrix."""
     d, shape = config.hidden_size, config.delta
     values, repeat = shape.value_heads * shape.value_dim, shape.value_heads // shape.key_heads
@@ -442,7 +442,7 @@ def _delta_parameters(config: Qwen35Config, ours: str, theirs: str) -> list[Para
     ]
 
 
-def _expert_parameters(config: Qwen35Config, ours: str, theirs: str) -> list[Parameter]:
+def expert_parameters(config: Qwen35Config, ours: str, theirs: str) -> list[Parameter]:
     """Parameters of routed experts, one by one in a checkpoint or all in one tensor, and of the gated shared one; see `MoE`."""
     e, d, f, shared = (
         config.num_experts,
@@ -477,12 +477,12 @@ def _expert_parameters(config: Qwen35Config, ours: str, theirs: str) -> list[Par
     ]
 
 
-_LEFT_OUT = re.compile(r"(model\.)?(visual|vision_tower)\.|(model\.)?mtp\.|.*rotary_emb\.inv_freq$")
+LEFT_OUT = re.compile(r"(model\.)?(visual|vision_tower)\.|(model\.)?mtp\.|.*rotary_emb\.inv_freq$")
 
 
 def qwen35_canonical(name: str) -> str | None:
     """Checkpoint name as declared above: without `language_model.`; None for vision towers, layers that predict further tokens
     (MTP) and buffers computed here."""
-    if _LEFT_OUT.match(name):
+    if LEFT_OUT.match(name):
         return None
     return name.replace("model.language_model.", "model.", 1) if name.startswith("model.language_model.") else name

@@ -149,6 +149,15 @@ from dflash_jax.models.qwen3_moe import (
     qwen3_moe_parameters,
     qwen3_moe_traits,
 )
+from dflash_jax.models.qwen4_exp import ARCHITECTURES as QWEN4_EXP_ARCHITECTURES
+from dflash_jax.models.qwen4_exp import MODEL_TYPES as QWEN4_EXP_TYPES
+from dflash_jax.models.qwen4_exp import (
+    Qwen4Exp,
+    Qwen4ExpConfig,
+    qwen4_exp_canonical,
+    qwen4_exp_parameters,
+    qwen4_exp_traits,
+)
 from dflash_jax.models.traits import LayerTraits, decoder_traits
 from dflash_jax.quantization.cache_scheme import take_cache_scheme
 from dflash_jax.quantization.weights import Weight
@@ -265,6 +274,15 @@ def _hybrid(config: Qwen35Config) -> dict[str, Any]:
     return {"full_attention_layers": config.cached_layers} | (_experts(config) if config.num_experts else {})
 
 
+def _hybrid_streams(config: Qwen4ExpConfig) -> dict[str, Any]:
+    index = {
+        "index_width": config.index_head_dim,
+        "index_layers": config.cached_layers,
+        "index_topk": config.index_topk,
+    }
+    return _hybrid(config) | {"streams": config.streams, "ngram_layers": len(config.ngram_layers)} | index
+
+
 def _convolutional(config: Lfm2Config) -> dict[str, Any]:
     return {"full_attention_layers": config.cached_layers} | (_experts(config) if config.num_experts else {})
 
@@ -355,6 +373,10 @@ FAMILIES = (
     Family(
         "qwen3_5", "target", HYBRID_ARCHITECTURES, Qwen35Config, Qwen35, qwen35_parameters, qwen35_canonical,
         traits=qwen35_traits, model_types=HYBRID_TYPES, reads_names=True, facts=_hybrid, vision="qwen3_5_vision",
+    ),
+    Family(
+        "qwen4_exp", "target", QWEN4_EXP_ARCHITECTURES, Qwen4ExpConfig, Qwen4Exp, qwen4_exp_parameters, qwen4_exp_canonical,
+        traits=qwen4_exp_traits, model_types=QWEN4_EXP_TYPES, reads_names=True, facts=_hybrid_streams,
     ),
     Family(
         "lfm2", "target", LFM2_ARCHITECTURES, Lfm2Config, Lfm2, lfm2_parameters, lfm2_canonical, traits=lfm2_traits,

@@ -21,12 +21,12 @@ from dflash_jax.engine import MAX_CYCLES, STOP_WIDTH, Engine
 from dflash_jax.engine.requests import Request, empty_state, request_rows
 from dflash_jax.engine.warmup import Jobs
 from dflash_jax.execution import switches
-from dflash_jax.models import family_named
+from dflash_jax.models import family_for, family_named
 from dflash_jax.models.presets import SPARSE_TARGETS
 from dflash_jax.sampling_params import SamplingParams
 
 from ..devices import on
-from ..hybrid_pair import kimi_config, pooled_config
+from ..hybrid_pair import chosen_config, kimi_config, pooled_config
 from ..kernels.test_cross_lowering import CALLS, HAS_JAX_TRITON
 from ..random_pair import draft_config, target_config
 
@@ -86,12 +86,12 @@ def test_a_loop_with_grammars_as_tables_stays_one_graph(sampling):
 
 @pytest.mark.few
 @pytest.mark.parametrize("kind", CALLS)
-@pytest.mark.parametrize("target", [pooled_config(), kimi_config()], ids=["pooled", "kimi"])
-def test_a_loop_over_states_and_latents_has_no_branch(target, kind):
-    """Kimi delta attention, several streams, and pools beyond what is chosen: no branch and no sort, which a CUDA graph lacks."""
-    draft, dtype = draft_config(num_heads=4, head_dim=64), jnp.dtype(jnp.bfloat16)
-    family = "glm5_next" if hasattr(target, "streams") else "kimi_linear"
-    weights = weight_shapes([(target, family_named(family)), (draft, family_named("dflash"))], dtype)
+@pytest.mark.parametrize("config", [pooled_config, kimi_config, chosen_config])
+def test_a_loop_over_states_of_any_kind_has_no_branch(config, kind):
+    """Kimi delta attention, several streams, hashed n-grams, pools and blocks beyond what is chosen: no branch and no sort, which a
+    CUDA graph lacks."""
+    target, draft, dtype = config(), draft_config(num_heads=4, head_dim=64), jnp.dtype(jnp.bfloat16)
+    weights = weight_shapes([(target, family_for(target)), (draft, family_named("dflash"))], dtype)
     engine = Engine(target, draft, weights, dtype, max_model_len=512)
     function, static, _, *call = Jobs(engine, engine.setup(mode="greedy", draft=True), STOP_WIDTH).loop(4, 8).args
     with on(kind):

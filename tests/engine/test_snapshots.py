@@ -19,7 +19,16 @@ from dflash_jax.engine.warmup import prompt_calls
 from dflash_jax.errors import CapacityError
 from dflash_jax.sampling_params import SamplingParams
 
-from ..hybrid_pair import conv_config, hybrid_config, hybrid_pair, kimi_config, mamba2_config, pooled_config
+from ..hybrid_pair import (
+    chosen_config,
+    conv_config,
+    hybrid_config,
+    hybrid_pair,
+    kimi_config,
+    mamba2_config,
+    nothing,
+    pooled_config,
+)
 from ..random_pair import Pair, random_prompts
 
 SMALL = {"num_layers": 2, "windows": (None,) * 2, "full_layers": (1,)}
@@ -31,9 +40,10 @@ PARAMS = SamplingParams(max_tokens=24, temperature=1.0, seed=3, logprobs=2)
 TARGETS = {
     "delta": hybrid_config(**SMALL), "conv": conv_config(**SMALL, num_dense_layers=1),
     "pooled": pooled_config(**SMALL, num_dense_layers=1), "kimi": kimi_config(**SMALL, num_dense_layers=1),
+    "chosen": chosen_config(**SMALL),
     "mamba2": mamba2_config(**SMALL, mamba_layers=(0,), expert_layers=()),
 }  # fmt: skip
-LONG = [pytest.param(name, marks=pytest.mark.few) for name in ("pooled", "kimi", "mamba2")]
+LONG = [pytest.param(name, marks=pytest.mark.few) for name in ("pooled", "kimi", "chosen", "mamba2")]
 
 
 @pytest.fixture(scope="module", params=["delta", "conv", *LONG])
@@ -51,7 +61,7 @@ def pair(shared: Pair) -> Pair:
     engine.allocator.forget()
     engine.snapshots.forget()
     engine.take_pools()
-    engine.keep_states(jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), engine.kept_states))
+    engine.keep_states(jax.tree.map(lambda leaf: jnp.full_like(leaf, nothing(leaf)), engine.kept_states))
     return shared
 
 
@@ -64,10 +74,10 @@ def nan_in_new_slots(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def poisoned(*args):
         state = make(*args)
-        return replace(state, recurrent=jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), state.recurrent))
+        return replace(state, recurrent=jax.tree.map(lambda leaf: jnp.full_like(leaf, nothing(leaf)), state.recurrent))
 
     def begin(batch, job):
-        states = jax.tree.map(lambda leaf: leaf.at[job.slot].set(jnp.nan), batch.state.recurrent)
+        states = jax.tree.map(lambda leaf: leaf.at[job.slot].set(nothing(leaf)), batch.state.recurrent)
         batch.keep(replace(batch.state, recurrent=states))
         enter(batch, job)
 

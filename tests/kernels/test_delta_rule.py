@@ -1,5 +1,6 @@
 """The gated delta rule in XLA's operations and its definition, against float64: verification and fold, steps, prompts in pieces."""
 
+import dataclasses
 import functools
 import inspect
 from typing import Any
@@ -261,10 +262,22 @@ def test_rows_in_bfloat16(name: str) -> None:
         close(after.s[slot], expected.s[count], 1e-6)
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_a_gate_of_sigmoid_is_that_of_silu_without_its_factor(name: str) -> None:
+    weights, state, projected = random_weights(1, SMALL), random_state(2, 2, SMALL), random_rows(3, 2, 3, SMALL.columns)
+    other = dataclasses.replace(SMALL, gate="sigmoid")
+    z = projected[..., SMALL.channels : SMALL.channels + SMALL.value_heads * SMALL.value_dim]
+    plain, _, after = verified(projected, weights, state, jnp.array([3, 1]), SMALL, name)
+    gated, _, same = verified(projected, weights, state, jnp.array([3, 1]), other, name)
+    close(gated * z, plain, 1e-5)
+    np.testing.assert_array_equal(same.s, after.s)
+
+
 def test_what_does_not_fit_is_named() -> None:
     weights, state, projected = random_weights(1, SMALL), random_state(2, 2, SMALL), jnp.ones((2, 1, SMALL.columns))
     calls = [
         (lambda: DeltaShape(2, 3, 8, 8), "value_heads 3 must be a multiple of key_heads 2"),
+        (lambda: DeltaShape(1, 3, 8, 8, "relu"), "gate must be silu or sigmoid, not 'relu'"),
         (lambda: DeltaShape(0, 3, 8, 8), "key_heads must be a whole number, 1 or more, not 0"),
         (lambda: delta_verify(projected[..., 1:], weights, state, SMALL, eps=EPS), "must have 94 columns"),
         (lambda: delta_verify(projected, weights._replace(conv=weights.norm), state, SMALL, eps=EPS), "weights.conv"),

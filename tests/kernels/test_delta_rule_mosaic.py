@@ -162,6 +162,9 @@ def test_refusals_name_their_reason() -> None:
         launch_verify(*call(shape, 1, 3, jnp.float32), shape, eps=EPS)
     with pytest.raises(NotImplementedError, match="takes bfloat16 and float32, not float16"):
         launch_verify(*call(DeltaShape(1, 1, 128, 128), 1, 3, jnp.float16), DeltaShape(1, 1, 128, 128), eps=EPS)
+    shape = DeltaShape(1, 1, 128, 128, "sigmoid")
+    with pytest.raises(NotImplementedError, match="takes gates of silu, not of sigmoid"):
+        launch_verify(*call(shape, 1, 3, jnp.float32), shape, eps=EPS)
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="for machines without a Hopper GPU")

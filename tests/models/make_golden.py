@@ -28,6 +28,7 @@ from golden import (
     nemotron_h_oracle,
     qwen3_moe_oracle,
     qwen3_oracle,
+    qwen4_exp_oracle,
     sparse_oracle,
     vision_oracle,
 )
@@ -38,7 +39,7 @@ ORACLES = {
     "muse_glimmer": muse_glimmer_oracle, "mellum": mellum_oracle, "minimax_m2": minimax_m2_oracle, "minimax_m3": minimax_m3_oracle,
     "mistral4": mistral4_oracle, "laguna": laguna_oracle, "glm5_next": glm5_next_oracle, "kimi_linear": kimi_linear_oracle,
     "deepseek_v4": deepseek_v4_oracle,
-    "mimo_v2": mimo_v2_oracle, "nemotron_h": nemotron_h_oracle,
+    "mimo_v2": mimo_v2_oracle, "nemotron_h": nemotron_h_oracle, "qwen4_exp": qwen4_exp_oracle,
 }  # fmt: skip
 
 

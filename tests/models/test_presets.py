@@ -11,6 +11,7 @@ from dflash_jax.errors import PairError
 from dflash_jax.models import DFlashConfig, count, default_target_layer_ids, family_for, family_named
 from dflash_jax.models.presets import (
     DRAFTERS,
+    FLASH_NEXT_TARGETS,
     GEMMA4_TARGETS,
     GPT_OSS_TARGETS,
     HYBRID_TARGETS,
@@ -64,6 +65,13 @@ def test_targets_have_their_published_size(name: str) -> None:
 
 def test_a_target_with_experts_has_its_published_size() -> None:
     assert count(family_named("qwen3_moe").parameters(MOE_TARGETS["Qwen3-30B-A3B"])) == 30_532_122_624
+
+
+def test_a_target_with_ngrams_has_the_size_that_transformers_gives() -> None:
+    """Of its class at these sizes; a table of n-grams has as many rows as its heads' primes say, and the next multiple."""
+    config = FLASH_NEXT_TARGETS["Qwen3.8-Flash-Next"]
+    assert parameters(config) == 176_943_899_520
+    assert [one.rows for one in config.ngrams] == [320_001_536]
 
 
 def test_qwen3_4b_takes_eight_gigabytes() -> None:

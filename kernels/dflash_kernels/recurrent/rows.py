@@ -1,26 +1,27 @@
 """Rows that a convolution along tokens reads, as recurrent mixers keep them: of verified tokens, and of prompts in pieces.
 
-A slot keeps the k rows before its next token, k one less than the convolution's taps. Letters: B slots, T tokens, C channels, n
+A slot keeps the k rows before its next token, as far as the convolution's taps reach. Letters: B slots, T tokens, C channels, n
 pieces of up to L tokens.
 """
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Num
 
 
-def summed_taps(rows: Float[Array, "B R C"], taps: Float[Array, "C taps"]) -> Float[Array, "B T C"]:
-    """Each token's float32 sum over itself and those before, of rows that begin `taps - 1` tokens early."""
+def summed_taps(rows: Float[Array, "B R C"], taps: Float[Array, "C taps"], *, apart: int = 1) -> Float[Array, "B T C"]:
+    """Each token's float32 sum over itself and those before, of rows that begin `(taps - 1) * apart` tokens early.
+
+    `apart`: tokens from one tap to the next.
+    """
     count = taps.shape[1]
-    length = rows.shape[1] - count + 1
+    length = rows.shape[1] - (count - 1) * apart
     wide, weights = rows.astype(jnp.float32), taps.astype(jnp.float32)
-    parts = [wide[:, tap : tap + length] * weights[:, tap] for tap in range(count)]
+    parts = [wide[:, tap * apart : tap * apart + length] * weights[:, tap] for tap in range(count)]
     return sum(parts[1:], parts[0])
 
 
-def folded_rows(
-    kept: Float[Array, "B k C"], rows: Float[Array, "B T C"], counts: Int[Array, "B"]
-) -> Float[Array, "B k C"]:
+def folded_rows(kept: Num[Array, "B k C"], rows: Num[Array, "B T C"], counts: Int[Array, "B"]) -> Num[Array, "B k C"]:
     """The rows before a slot's next token after the first `counts[b]` of T tokens, in the dtype of those that it has `kept`."""
     both = jnp.concatenate([kept, rows.astype(kept.dtype)], axis=1)
     places = counts[:, None] + jnp.arange(kept.shape[1])
@@ -28,14 +29,14 @@ def folded_rows(
 
 
 def prompt_rows(
-    rows: Float[Array, "n L C"],
-    kept: Float[Array, "B k C"],
+    rows: Num[Array, "n L C"],
+    kept: Num[Array, "B k C"],
     *,
     slots: Int[Array, "n"],
     follows: Bool[Array, "n"],
     fresh: Bool[Array, "n"],
     lengths: Int[Array, "n"],
-) -> tuple[Float[Array, "n kL C"], Float[Array, "n k C"], Int[Array, "n"]]:
+) -> tuple[Num[Array, "n kL C"], Num[Array, "n k C"], Int[Array, "n"]]:
     """Rows of pieces of prompts behind the k rows before each, the last k of each, and the slots that these are for.
 
     Args:
@@ -67,10 +68,10 @@ def before_prompts(
     return _of_slots(kept, slots, _inside(slots, kept), fresh)
 
 
-def _inside(slots: Int[Array, "n"], kept: Float[Array, "B ..."]) -> Bool[Array, "n"]:
+def _inside(slots: Int[Array, "n"], kept: Num[Array, "B ..."]) -> Bool[Array, "n"]:
     return (slots >= 0) & (slots < kept.shape[0])
 
 
-def _of_slots(kept: Array, slots: Array, inside: Array, fresh: Array) -> Float[Array, "n ..."]:
+def _of_slots(kept: Array, slots: Array, inside: Array, fresh: Array) -> Num[Array, "n ..."]:
     known = jnp.expand_dims(inside & ~fresh, range(1, kept.ndim))
     return jnp.where(known, kept[jnp.where(inside, slots, 0)], 0)

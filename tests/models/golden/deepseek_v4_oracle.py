@@ -29,4 +29,4 @@ def write_all() -> dict[str, int]:
     for layer in model.model.layers[:2]:
         odds = torch.rand(config.vocab_size, config.n_routed_experts, generator=torch.Generator().manual_seed(1))
         layer.mlp.gate.tid2eid.copy_(odds.argsort(dim=1)[:, : config.num_experts_per_tok])
-    return write("deepseek_v4", model, joined=True)
+    return write("deepseek_v4", model, tapped=lambda _, streams: streams.flatten(2))

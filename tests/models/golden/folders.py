@@ -1,5 +1,7 @@
 """A golden folder: a small random model as transformers saves it, and `expected.npz` with its logits and residual streams."""
 
+from collections.abc import Callable, Sequence
+
 import numpy as np
 import torch
 from golden.store import FOLDER
@@ -7,11 +9,21 @@ from golden.store import FOLDER
 TOKENS = 40
 
 
-def write(name: str, model: torch.nn.Module, *, seed: int = 0, joined: bool = False) -> dict[str, int]:
+def write(
+    name: str,
+    model: torch.nn.Module,
+    *,
+    seed: int = 0,
+    tapped: Callable[[int, torch.Tensor], torch.Tensor] | None = None,
+    tokens: Sequence[tuple[int, int]] = (),
+) -> dict[str, int]:
     """Draws the weights of `model`, writes `NAME_folder` and returns the size of its weights in bytes by name.
 
-    Norms' weights are about 1, biases about 0, and matrices keep the scale. Of several streams drafters read the mean, or all of
-    them (`joined`).
+    Norms' weights are about 1, biases about 0, and matrices keep the scale.
+
+    Args:
+      tapped: what drafters read of a layer, by its index and its output; None for that, or the mean of several streams.
+      tokens: that stand at some places of the text, which is random elsewhere.
     """
     generator = torch.Generator().manual_seed(seed)
     model.eval()
@@ -26,13 +38,14 @@ def write(name: str, model: torch.nn.Module, *, seed: int = 0, joined: bool = Fa
             else:
                 tensor.normal_(std=0.3, generator=generator)
     ids = torch.randint(0, model.config.get_text_config().vocab_size, (TOKENS,), generator=generator)
+    for place, token in tokens:
+        ids[place] = token
     taps: dict[int, torch.Tensor] = {}
 
     def keep(index: int, out: torch.Tensor | tuple[torch.Tensor, ...]) -> None:
-        stream = (out if isinstance(out, torch.Tensor) else out[0]).detach().clone()[0]
-        if stream.ndim > 2:
-            stream = stream.flatten(1) if joined else stream.mean(dim=1)
-        taps[index] = stream
+        whole = (out if isinstance(out, torch.Tensor) else out[0]).detach().clone()
+        stream = whole[0] if tapped is None else tapped(index, whole)[0]
+        taps[index] = stream.mean(dim=1) if stream.ndim > 2 else stream  # of several streams drafters read the mean
 
     for index, layer in enumerate(model.get_decoder().layers):
         layer.register_forward_hook(lambda _m, _i, out, index=index: keep(index, out))

@@ -22,19 +22,25 @@ einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST, pref
 class DeltaShape:
     """Sizes of a gated delta net. Value head j uses key head `j // (value_heads // key_heads)`.
 
+    `gate` is the activation of z, "silu" or "sigmoid"; kernels of verification and of steps have the former.
+
     Raises:
-      ValueError: a size is no whole number from 1 on, or the value heads are no multiple of the key heads.
+      ValueError: a size is no whole number from 1 on, the value heads are no multiple of the key heads, or the gate is another one.
     """
 
     key_heads: int
     value_heads: int
     key_dim: int
     value_dim: int
+    gate: str = "silu"
 
     def __post_init__(self) -> None:
-        for name, number in vars(self).items():
+        for name in ("key_heads", "value_heads", "key_dim", "value_dim"):
+            number = getattr(self, name)
             if not isinstance(number, int) or isinstance(number, bool) or number < 1:
                 raise ValueError(f"{name} must be a whole number, 1 or more, not {number!r}")
+        if self.gate not in ("silu", "sigmoid"):
+            raise ValueError(f"gate must be silu or sigmoid, not {self.gate!r}")
         if self.value_heads % self.key_heads:
             raise ValueError(f"value_heads {self.value_heads} must be a multiple of key_heads {self.key_heads}")
 
@@ -141,12 +147,13 @@ def gated_norm(
     shape: DeltaShape,
     eps: float,
 ) -> Float[Array, "B T O"]:
-    """RMS norm of each head, times SiLU of z: `Hv * dv` numbers in `projected`'s dtype, to which `out` is rounded first."""
+    """RMS norm of each head, times the activation of z: `Hv * dv` numbers in the dtype of `projected`, to which `out` is rounded
+    first."""
     dtype, width = projected.dtype, shape.value_heads * shape.value_dim
     wide = out.astype(dtype).astype(jnp.float32)
     normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     z = projected[..., shape.channels : shape.channels + width].reshape(out.shape).astype(jnp.float32)
     common = jnp.promote_types(weights.norm.dtype, dtype)
     weighted = weights.norm.astype(common) * normed.astype(dtype).astype(common)
-    gated = weighted.astype(jnp.float32) * jax.nn.silu(z)
+    gated = weighted.astype(jnp.float32) * (jax.nn.silu(z) if shape.gate == "silu" else jax.nn.sigmoid(z))
     return gated.astype(dtype).reshape(*out.shape[:2], width)

@@ -148,6 +148,8 @@ def launch_prefill(
 
 
 def _require(projected: Array, weights: DeltaWeights, shape: DeltaShape) -> None:
+    if shape.gate != "silu":
+        raise NotImplementedError(f"takes gates of silu, not of {shape.gate}")
     if (shape.key_dim, shape.value_dim) != (WIDTH, WIDTH) or projected.shape[1] > MOST:
         raise NotImplementedError(
             f"takes heads of {WIDTH} and up to {MOST} tokens, not {projected.shape[1]} of {shape.key_dim} and {shape.value_dim}"
