@@ -198,8 +198,8 @@ def drafted(
                     proposals = jnp.take_along_axis(listed[1], first, axis=-1)[..., 0]
                 elif shares_noise(setup) and draws_by_index(drafter.config, proposing, head, index, drafter.head_rows):
                     assert noise is not None, "not greedy"
-                    louder = state.request.temperature * setup.draft_temperature
-                    proposals = drawn_by_index(proposing, head, index, noise.keys[:, :-1], louder)
+                    temperature = state.request.temperature * setup.draft_temperature
+                    proposals = drawn_by_index(proposing, head, index, noise.keys[:, :-1], temperature)
                 else:
                     draft_logits = drafter.logits(proposing, head)
                     if state.adjust is not None:
@@ -561,8 +561,8 @@ def drawn_proposals(
 ) -> Int[Array, "B g"]:
     """`propose` with shared noise by the kernel that makes the noise it needs."""
     b, g, vocab = logits.shape
-    louder = jnp.repeat(state.request.temperature * setup.draft_temperature, g)
-    return drawn_choice(logits.reshape(b * g, vocab), keys.reshape(b * g, 2), louder).reshape(b, g)
+    temperature = jnp.repeat(state.request.temperature * setup.draft_temperature, g)
+    return drawn_choice(logits.reshape(b * g, vocab), keys.reshape(b * g, 2), temperature).reshape(b, g)
 
 
 def propose(

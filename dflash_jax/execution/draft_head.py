@@ -110,11 +110,11 @@ def drawn_by_index(
     It is the largest of all rows unless the copy takes another row of its group of candidates for better.
     """
     rows, keys = x.reshape(-1, x.shape[-1]), keys.reshape(-1, 2)
-    louder = jnp.repeat(temperature, x.shape[1])
+    temperature = jnp.repeat(temperature, x.shape[1])
     padded = jnp.pad(rows, ((0, -len(rows) % FEWEST_ROWS), (0, 0)))
     rough = float8_dense(rounded(padded, index), index.values, index.scales)
-    found = drawn_candidates(rough, keys, louder)
-    noise = noise_of(keys, found) * louder[:, None]
+    found = drawn_candidates(rough, keys, temperature)
+    noise = noise_of(keys, found) * temperature[:, None]
     _, place = _best_of(rows, head, found.T, lambda products, _: products + noise.T)
     return place.reshape(x.shape[:-1])
 

@@ -31,13 +31,13 @@ def _row(dtype: Any) -> plgpu.ShapeDtypeStruct:
     return plgpu.ShapeDtypeStruct((WARPGROUP,), jnp.dtype(dtype), layout=_strided(WARPGROUP))
 
 
-def _interpreted(best, values, key, least, first, start, over, loudest, louder, *, hashed, exponential):
+def _interpreted(best, values, key, least, first, start, over, most_noise, factor, *, hashed, exponential):
     sums, places = best
     here = start + jnp.arange(values.shape[0], dtype=jnp.int32)
     later = exponential(*hashed(jnp.stack([jnp.asarray(word).astype(jnp.uint32) for word in key]), here, 0))
     noise = -jnp.log(jnp.where(here == first, least, least + later))
     values, noise, here = (each.reshape(WARPGROUP, -1) for each in (values, noise, here))
-    noisy = jnp.where(values + loudest > jnp.maximum(over, sums)[:, None], values + louder * noise, -jnp.inf)
+    noisy = jnp.where(values + most_noise > jnp.maximum(over, sums)[:, None], values + factor * noise, -jnp.inf)
     most, which = noisy.max(axis=1), noisy.argmax(axis=1)
     return jnp.maximum(sums, most), jnp.where(most > sums, here[jnp.arange(WARPGROUP), which], places)
 
@@ -48,7 +48,7 @@ def _interpreted(best, values, key, least, first, start, over, loudest, louder, 
     interpret=_interpreted,
 )
 def best_with_noise(
-    best: Any, values: Any, key: Any, least: Any, first: Any, start: Any, over: Any, loudest: Any, louder: Any,
+    best: Any, values: Any, key: Any, least: Any, first: Any, start: Any, over: Any, most_noise: Any, factor: Any,
     *, hashed: Any, exponential: Any,
 ) -> Any:  # fmt: skip
     """Each thread's largest sum of a number and the noise of its place, and that place.
@@ -63,19 +63,19 @@ def best_with_noise(
       least, first: the first time of the places' chunk, and the place that it belongs to.
       start: the place of the first number.
       over: a sum that the best one of all exceeds.
-      loudest: more than any noise of the chunk, times its factor.
-      louder: the noise's factor.
+      most_noise: more than any noise of the chunk, times its factor.
+      factor: the noise's factor.
       hashed, exponential: the definitions, which the interpreter takes.
     """
     per_thread = values.shape[0] // WARPGROUP
     begin = th.add(start, th.mul(th.thread(), per_thread))
     sum_, place = (vector.extract(each.registers.item(), [], [0]) for each in best)
     numbers = [vector.extract(values.registers.item(), [], [index]) for index in range(per_thread)]
-    bound = th.fsub(arith.maximumf(over, sum_), loudest)
+    bound = th.fsub(arith.maximumf(over, sum_), most_noise)
     left = th.number(0)
     for index, number in enumerate(numbers):
-        loud = arith.cmpf(arith.CmpFPredicate.OGT, number, bound)
-        left = th.either(left, th.select(loud, th.number(1 << index), th.number(0)))
+        may_win = arith.cmpf(arith.CmpFPredicate.OGT, number, bound)
+        left = th.either(left, th.select(may_win, th.number(1 << index), th.number(0)))
 
     @th.fori(th.bits_set(left), [left, sum_, place])
     def found(_, carry):
@@ -87,7 +87,7 @@ def best_with_noise(
         here = th.add(begin, index)
         later = _exponential(*_threefry(key, here, 0))
         time = th.select(th.compare(here, "eq", first), least, th.fadd(least, later))
-        noisy = th.fsub(value, th.fmul(louder, _log(time)))
+        noisy = th.fsub(value, th.fmul(factor, _log(time)))
         better = arith.cmpf(arith.CmpFPredicate.OGT, noisy, sum_)
         return [arith.andi(left, th.sub(left, 1)), th.select(better, noisy, sum_), th.select(better, here, place)]
 

@@ -1,8 +1,8 @@
 """The sampling kernel for Hopper: radix selection of each filter's threshold, then a Gumbel-max argmax.
 
 One CTA takes a row, or, where nothing is filtered, one of its parts: a row alone would take as long as one multiprocessor needs
-for it. Noise is made where it is added. No token of a chunk is louder than the chunk's first arrival (`noise.py`). The tokens that
-these arrivals belong to are drawn first, whose largest sum is about as large as the row's; after it chunks whose bound exceeds
+for it. Noise is made where it is added. No token of a chunk has more noise than that of its first arrival (`noise.py`). The tokens
+that these arrivals belong to are drawn first, whose largest sum is about as large as the row's; after it chunks whose bound exceeds
 this sum are looked at, in which a thread hashes for the numbers that may exceed it.
 
 Every pass reads the row from the L2 again, but for chunks that it cannot need. A filter keeps what is not below a threshold, which
@@ -61,9 +61,9 @@ def choose(
     )
     least, first = arrivals(keys, jnp.broadcast_to(chunks.reshape(-1), (rows, chunks.size)))
     tokens = chunks.reshape(-1) * CHUNK + first
-    spoken = jnp.take_along_axis(logits[:rows], jnp.minimum(tokens, size - 1), axis=1).astype(jnp.float32)
-    spoken = jnp.where(tokens < size, spoken, -jnp.inf)
-    told = [each.reshape(rows, parts, warpgroups * listed) for each in (least, first, spoken)]
+    of_first = jnp.take_along_axis(logits[:rows], jnp.minimum(tokens, size - 1), axis=1).astype(jnp.float32)
+    of_first = jnp.where(tokens < size, of_first, -jnp.inf)
+    arrived = [each.reshape(rows, parts, warpgroups * listed) for each in (least, first, of_first)]
 
     def body(*refs: Any, **buffers: Any) -> None:
         _Row(warpgroups, parts, refs[:6], refs[6:-3], refs[-3:], **buffers).run()
@@ -78,13 +78,13 @@ def choose(
             "largest": plgpu.SMEM((warpgroups, most), jnp.float32),
             "alive": plgpu.SMEM((warpgroups, most + 1), jnp.int32),
             "least": plgpu.SMEM((warpgroups * listed,), jnp.float32),
-            "loudest": plgpu.SMEM((warpgroups * listed,), jnp.float32),
+            "most_noise": plgpu.SMEM((warpgroups * listed,), jnp.float32),
             "first": plgpu.SMEM((warpgroups * listed,), jnp.int32),
             "met": plgpu.Barrier(num_arrivals=warpgroups),
         },
         compiler_params=plgpu.CompilerParams(approx_math=True), interpret=interpret,
     )  # fmt: skip
-    return launch(logits, jax.lax.bitcast_convert_type(keys, jnp.int32), *told, temperature, *limits)
+    return launch(logits, jax.lax.bitcast_convert_type(keys, jnp.int32), *arrived, temperature, *limits)
 
 
 class _Row:
@@ -93,19 +93,19 @@ class _Row:
     def __init__(self, warpgroups, parts, given, limits, out, **buffers):
         self.warpgroups, self.parts, self.out = warpgroups, parts, out
         self.row, self.part, self.wg = (lax.axis_index(name) for name in ("row", "part", "wg"))
-        self.logits, keys, *self.told, temperature = given
+        self.logits, keys, *self.arrivals, temperature = given
         self.key = [keys[self.row, word] for word in (0, 1)]
         self.sums, self.scratch, self.met = (buffers[name] for name in ("sums", "scratch", "met"))
         # Of every chunk the largest number, and those that may hold what stays; and the first arrival in each, and its noise.
         self.largest, self.alive = buffers["largest"], buffers["alive"]
-        self.least, self.loudest, self.first = (buffers[name] for name in ("least", "loudest", "first"))
+        self.least, self.most_noise, self.first = (buffers[name] for name in ("least", "most_noise", "first"))
         self.listed = self.least.shape[0] // warpgroups
         given, self.size = temperature[self.row], self.logits.shape[1]
         others = self.wg * parts + self.part  # chunks before the warpgroup's first one
         self.chunks = lax.div(-(-self.size // CHUNK) - others + (warpgroups * parts - 1), jnp.int32(warpgroups * parts))
         self.count = self.chunks
         self.samples = given > 0
-        self.louder = jnp.where(self.samples, jnp.float32(1), jnp.float32(0))
+        self.noise_factor = jnp.where(self.samples, jnp.float32(1), jnp.float32(0))
         # Of less than float32's smallest normal number only the largest logits are left either way.
         self.temperature = jnp.where(self.samples, jnp.maximum(given, jnp.finfo(jnp.float32).tiny), jnp.float32(1))
         self.filters = bool(limits)
@@ -113,11 +113,11 @@ class _Row:
             self.log_min_p, self.top_k, self.top_p = (limit[self.row] for limit in limits)
 
     def run(self) -> None:
-        heard = self._hear()
+        arrived = self._load_arrivals()
         lanes = self._look()
         if not self.filters:
             (self.top,) = self._met("max", [lanes])
-            self._choose(heard)
+            self._choose(arrived)
             return
         top, highest = self._met("max", [lanes, _whole(lanes).astype(jnp.float32)])
         self.top, highest = top, highest.astype(jnp.int32)
@@ -158,22 +158,23 @@ class _Row:
         total = lax.fori_loop(0, once, lambda *_: of_row(share)((jnp.float32(-jnp.inf),))[0], jnp.float32(0))
         # A top_p below float32's smallest number is 0, which every number is reached by.
         enough = jnp.maximum(self.top_p * total, jnp.finfo(jnp.float32).tiny)
-        self._choose(heard, search(share, low, enough, some))
+        self._choose(arrived, search(share, low, enough, some))
 
-    def _hear(self) -> list[tuple]:
-        """The first arrivals in the CTA's chunks, and a bound of how loud they are, to shared memory; their tokens' logits and
-        these bounds, 128 by 128."""
-        heard = []
+    def _load_arrivals(self) -> list[tuple]:
+        """The first arrivals in the CTA's chunks, and a bound of their noise, to shared memory; their tokens' logits and these
+        bounds, 128 by 128."""
+        arrived = []
         for start in range(0, self.least.shape[0], WARPGROUP):
             some = pl.ds(start, WARPGROUP)
-            least, first, spoken = (
-                plgpu.load(each.at[self.row, self.part, some], layout=_ONE_EACH, optimized=False) for each in self.told
+            least, first, of_first = (
+                plgpu.load(each.at[self.row, self.part, some], layout=_ONE_EACH, optimized=False)
+                for each in self.arrivals
             )
-            loudest = (SLACK - jnp.log(least)) * self.louder
+            most_noise = (SLACK - jnp.log(least)) * self.noise_factor
             # All warpgroups write the same.
-            self.least[some], self.loudest[some], self.first[some] = least, loudest, first
-            heard.append((spoken, loudest))
-        return heard
+            self.least[some], self.most_noise[some], self.first[some] = least, most_noise, first
+            arrived.append((of_first, most_noise))
+        return arrived
 
     def _look(self):
         """The first pass: the largest number of each place of the warpgroup's chunks; those of chunks go to shared memory."""
@@ -200,7 +201,7 @@ class _Row:
 
         self.count = lax.fori_loop(0, self.chunks, add, jnp.int32(0))
 
-    def _choose(self, heard: list[tuple], low=None) -> None:
+    def _choose(self, arrived: list[tuple], low=None) -> None:
         """The place of the largest sum with noise of what is not below `low`, a whole number; of everything without one."""
 
         def scaled(x, layout):
@@ -212,19 +213,19 @@ class _Row:
 
         # A sum that there is.
         known = _full(-jnp.inf, _ONE_EACH)
-        for spoken, bound in heard:
-            known = jnp.maximum(known, scaled(spoken, _ONE_EACH) + bound)
+        for of_first, bound in arrived:
+            known = jnp.maximum(known, scaled(of_first, _ONE_EACH) + bound)
         self._reduce("max", known, self.sums, 0)
         over = self.sums[self.wg, 0] - 2 * SLACK
 
-        def loudest(chunk):
-            return self.loudest[self.wg * self.listed + chunk]
+        def most_noise(chunk):
+            return self.most_noise[self.wg * self.listed + chunk]
 
         lowest = jnp.float32(-jnp.inf) if low is None else _as_number(low)
         self._leave_out(
             lambda chunk: (
                 (self.largest[self.wg, chunk] >= lowest)
-                & ((self.largest[self.wg, chunk] - self.top) / self.temperature + loudest(chunk) > over)
+                & ((self.largest[self.wg, chunk] - self.top) / self.temperature + most_noise(chunk) > over)
             )
         )
 
@@ -234,7 +235,7 @@ class _Row:
             return tuple(
                 best_with_noise(
                     list(best), scaled(x, _STRIDED), self.key, self.least[place], first + self.first[place], start, over,
-                    self.loudest[place], self.louder, hashed=hashed, exponential=exponential,
+                    self.most_noise[place], self.noise_factor, hashed=hashed, exponential=exponential,
                 )
             )  # fmt: skip
 

@@ -3,8 +3,8 @@
 The noise of a token is minus the logarithm of a time: that of the first arrival of a Poisson process of its own. Tokens come in
 chunks of `CHUNK`. One hash gives the first time in a chunk and the token that it belongs to; every other token of the chunk comes a
 time of its own later, from a hash of its own. As such processes have no memory, all times are independent and exponential, as if
-each were drawn by itself. But no token of a chunk is louder than the first one: who looks for the largest sum of logit and noise
-hashes the tokens that may still be it, and no others.
+each were drawn by itself. But no token of a chunk has more noise than the first one: who looks for the largest sum of logit and
+noise hashes the tokens that may still be it, and no others.
 """
 
 import jax
