@@ -168,7 +168,7 @@ def inspect(path: str | Path, dtype: str = KEEP) -> tuple[HuggingFaceCheckpoint 
     checkpoint = HuggingFaceCheckpoint(files, family, config, plan, scales, vision, release)
     if not files.complete:
         return checkpoint, problems
-    problems += [*of_codes, *plan.problems, *of_scales]
+    problems += [*of_codes, *plan.problems, *of_scales, *_other_numbers(family, config, files.tensors)]
     problems += [
         f"tensor {copy.name} differs from {other.name}, though config.json ties them; set tie_word_embeddings to false "
         "or remove the tensor"
@@ -176,6 +176,18 @@ def inspect(path: str | Path, dtype: str = KEEP) -> tuple[HuggingFaceCheckpoint 
         if not same_bytes(copy, other)
     ]
     return checkpoint, problems
+
+
+def _other_numbers(family: Family, config: Any, tensors: Mapping[str, Tensor]) -> list[str]:
+    """Problems of tensors whose numbers follow from the configuration, and are others in the file."""
+    problems, computed = list[str](), {} if family.computed is None else family.computed(config)
+    for name, tensor in tensors.items() if computed else ():
+        own = next((numbers for end, numbers in computed.items() if name.endswith(end)), None)
+        if own is not None and (tensor.shape != (len(own),) or np.concatenate([*chunks(tensor)]).tolist() != [*own]):
+            problems.append(
+                f"tensor {name} is not what follows from config.json, which begins with {own[0]}; fetch both of one release"
+            )
+    return problems
 
 
 def _tower(files: HuggingFaceFolder, family: Family, text: DecoderConfig, dtype: str) -> HuggingFaceCheckpoint | None:

@@ -418,6 +418,19 @@ _COMPUTED = re.compile(
 )
 
 
+def qwen4_exp_computed(config: Qwen4ExpConfig) -> dict[str, tuple[int, ...]]:
+    """What tells the rows of n-grams: a checkpoint made otherwise would give others."""
+    found = dict[str, tuple[int, ...]]()
+    for i, ngrams in zip(config.ngram_layers, config.ngrams, strict=True):
+        names = {
+            "layer_multipliers": ngrams.multipliers,
+            "ngram_heads_vocab_sizes": ngrams.primes,
+            "ngram_heads_offsets": ngrams.offsets,
+        }
+        found |= {f".layers.{i}.ple.ple_embedding.{name}": numbers for name, numbers in names.items()}
+    return found
+
+
 def qwen4_exp_canonical(name: str) -> str | None:
     """Checkpoint name as declared above: without `language_model.`; None for the vision tower, layers that predict further tokens
     (MTP), and what is computed here or never read."""

@@ -155,6 +155,7 @@ from dflash_jax.models.qwen4_exp import (
     Qwen4Exp,
     Qwen4ExpConfig,
     qwen4_exp_canonical,
+    qwen4_exp_computed,
     qwen4_exp_parameters,
     qwen4_exp_traits,
 )
@@ -182,6 +183,7 @@ class Family:
         the dict it is given.
       reads_names: whether `config_class.from_hf` also takes the names of a checkpoint's tensors.
       facts: what `dflash-jax info` tells of a configuration beside its sizes.
+      computed: whole numbers that follow from a configuration and that checkpoints may repeat, by how their tensors' names end.
       vision: the family of the tower that checkpoints may have beside the text model, by our name; None where none is known.
     """
 
@@ -198,6 +200,7 @@ class Family:
     derive: Callable[[Any, dict[str, Any]], dict[str, Any]] | None = None
     reads_names: bool = False
     facts: Callable[[Any], dict[str, Any]] = lambda config: {}
+    computed: Callable[[Any], dict[str, tuple[int, ...]]] | None = None
     vision: str | None = None
 
     def config(
@@ -377,6 +380,7 @@ FAMILIES = (
     Family(
         "qwen4_exp", "target", QWEN4_EXP_ARCHITECTURES, Qwen4ExpConfig, Qwen4Exp, qwen4_exp_parameters, qwen4_exp_canonical,
         traits=qwen4_exp_traits, model_types=QWEN4_EXP_TYPES, reads_names=True, facts=_hybrid_streams,
+        computed=qwen4_exp_computed,
     ),
     Family(
         "lfm2", "target", LFM2_ARCHITECTURES, Lfm2Config, Lfm2, lfm2_parameters, lfm2_canonical, traits=lfm2_traits,

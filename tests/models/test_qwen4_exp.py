@@ -1,6 +1,7 @@
 """Qwen3.8-Flash-Next: transformers' logits and taps, attention to chosen blocks and rows of n-grams against exact numbers, what its
 files say and what is refused, and the way to our own format and back."""
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import dflash_jax as dj
 from dflash_jax.attention import whole_blocks
@@ -139,6 +141,18 @@ def test_chosen_blocks_over_pages_are_those_of_float64(page: int, size: int, mon
     np.testing.assert_allclose(
         np.asarray(layer.mix(longest, rotary, dense_attend(), None)[0])[0], expected[0], atol=2e-5
     )
+
+
+def test_a_file_with_other_multipliers_is_refused(tmp_path: Path) -> None:
+    """What tells the rows of n-grams is computed, and a checkpoint that has it must agree."""
+    tensors = load_file(FOLDER / "model.safetensors")
+    name = "model.language_model.layers.2.ple.ple_embedding.layer_multipliers"
+    shutil.copy(FOLDER / "config.json", tmp_path)
+    save_file(tensors | {name: tensors[name] + 2}, tmp_path / "model.safetensors")
+    with pytest.raises(dj.CheckpointError, match="is not what follows from") as error:
+        open_checkpoint(tmp_path)
+    assert name in str(error.value)
+    assert len(error.value.problems) == 1
 
 
 def test_what_files_say() -> None:
