@@ -196,7 +196,7 @@ _NAMES: Mapping[str, Callable[..., Any] | str] = {
 }
 
 
-def _named(module: str, name: str) -> Callable[..., Any] | str:
+def _named(module: Any, name: Any) -> Callable[..., Any] | str:
     whole = ".".join((module, name))
     if whole not in _NAMES:
         raise ValueError(f"it names {shown(whole)}")

@@ -41,11 +41,11 @@ def test_greedy_text_does_not_depend_on_the_drafter(model, prompts, plain, kind,
     """In ragged batches. The wrong drafter proposes only the mask id, which the target never emits."""
     changes = {"num_layers": 1, "windows": (None,), "causal": (False,), "block_size": 4}
     if kind == "always wrong":
-        changes |= {"own_head": True, "draft_vocab_size": 1}
+        changes |= {"own_head": True, "draft_vocab_size": model.draft.head.top_k}
     config = replace(model.draft, **changes)
     params = init_params(family_named("dflash").parameters(config), jax.random.key(3))
     if kind == "always wrong":
-        params["d2t"] = jnp.array([config.mask_token_id], jnp.int32)
+        params["d2t"] = jnp.full(config.draft_vocab_size, config.mask_token_id, jnp.int32)
     weights = {"target": model.engine.weights["target"], "draft": fuse_context_projection(config, params)}
     said: list[str] = []
     other = replace(model, engine=replace(model.engine, draft=config, weights=weights, num_pages=0), tell=said.append)

@@ -68,11 +68,11 @@ def gpt_oss(**changes: Any) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     return file, gpt_oss_reference.random_tensors(file, 2, scale=2.0)
 
 
-def gemma(kind: str, **changes: Any) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+def gemma(kind: str, seed: int = 3, **changes: Any) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     sizes: Any = HEADS | {"num_hidden_layers": 2, "layer_types": WINDOWED, "intermediate_size": 48, "vocab_size": 96}
     sizes |= {"final_logit_softcapping": 5.0, "sliding_window": 9, "tie_word_embeddings": False}
-    file = gemma_reference.random_file(kind, 3, **sizes | changes)
-    return file, gemma_reference.random_tensors(file, 3)
+    file = gemma_reference.random_file(kind, seed, **sizes | changes)
+    return file, gemma_reference.random_tensors(file, seed)
 
 
 def sharing() -> tuple[dict[str, Any], dict[str, np.ndarray]]:
@@ -90,7 +90,7 @@ def packed() -> tuple[dict[str, Any], dict[str, np.ndarray]]:
 MODELS = {
     "gpt_oss": gpt_oss,
     "mxfp4": packed,
-    "gemma3": partial(gemma, "gemma3"),
+    "gemma3": partial(gemma, "gemma3", 7),  # of which a random drafter is right now and then
     "gemma4_moe": partial(gemma, "gemma4_moe", num_experts=4, top_k_experts=2),
     "gemma4_small": sharing,
 }
