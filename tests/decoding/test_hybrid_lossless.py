@@ -186,7 +186,15 @@ def test_no_page_is_shared(hybrid: Pair) -> None:
 @pytest.mark.few("delta", "conv", "chosen", "relative", "mamba2")
 @pytest.mark.parametrize(
     "config",
-    [hybrid_config(), conv_config(), TARGETS["pooled"](), TARGETS["kimi"](), TARGETS["chosen"](), relative_config(), mamba2_config()],
+    [
+        hybrid_config(),
+        conv_config(),
+        TARGETS["pooled"](),
+        TARGETS["kimi"](),
+        TARGETS["chosen"](),
+        relative_config(),
+        mamba2_config(),
+    ],
     ids=["delta", "conv", "pooled", "kimi", "chosen", "relative", "mamba2"],
 )
 def test_states_after_every_number_of_accepted_tokens(config) -> None:
