@@ -26,6 +26,7 @@ from dflash_jax.errors import ParameterError
 from dflash_jax.execution.plan import CallShape, choose
 from dflash_jax.models import bind, family_of, layer_traits
 from dflash_jax.models.inkling import InklingConfig, RelativeAttention
+from dflash_jax.models.layers import Rotary
 from dflash_jax.options import LoadOptions
 from dflash_jax.sampling_params import SamplingParams
 
@@ -163,7 +164,8 @@ def test_a_bias_by_distance_over_pages_is_that_of_float64(
     def call(given, positions, q_lens, pages):
         paged = PagedAttend(jnp.array(table, jnp.int32), positions, q_lens, page, related=True)
         attend, cache = HybridAttend(paged, lambda *given: given), HybridCache(pages, (), ())  # pyright: ignore
-        out, cache = attend.relative(layer, *given, cache)
+        q, k, v, mixes = given
+        out, cache = attend.relative(layer, q, k, v, mixes, cache)
         return out, cache.pages
 
     for start in range(0, 48, 16):
@@ -279,8 +281,8 @@ def test_what_its_layers_do_not_go_with() -> None:
         plan_engine(open_checkpoint(FOLDER), None, LoadOptions(weight_dtype="int8"))
     with pytest.raises(ParameterError, match="exact is not there"):
         plan_engine(open_checkpoint(FOLDER), None, LoadOptions(exact=True))
-    layer = RelativeAttention(config, 1)
+    layer, rotary = RelativeAttention(config, 1), Rotary(jnp.zeros((1, 4, 0)), jnp.zeros((1, 4, 0)))
     with pytest.raises(NotImplementedError, match="no mask"):
-        layer(jnp.zeros((1, 4, 32)), None, dense_attend(jnp.ones((1, 4, 4), bool)))  # pyright: ignore[reportArgumentType]
+        layer(jnp.zeros((1, 4, 32)), rotary, dense_attend(jnp.ones((1, 4, 4), bool)))
     with pytest.raises(NotImplementedError, match="take DenseAttend"):
-        layer(jnp.zeros((1, 4, 32)), None, PagedAttend)  # pyright: ignore[reportArgumentType]
+        layer(jnp.zeros((1, 4, 32)), rotary, PagedAttend)
