@@ -22,7 +22,13 @@ from dflash_jax.cache.groups import of_layer
 from dflash_jax.cache.pages import Pages
 from dflash_jax.models.layers import ChoiceRows
 
-MOST_ROWS = 512  # queries that attend at once; what is gathered for them is held
+# Queries that attend at once, and bytes of an indexer's products of theirs: what is gathered and scored for them is held.
+MOST_ROWS, MOST_PRODUCTS = 512, 1 << 30
+
+
+def rows_at_once(heads: int, stretches: int) -> int:
+    """Queries that attend at once where an indexer of so many heads scores so many stretches for each."""
+    return max(1, min(MOST_ROWS, MOST_PRODUCTS // (4 * max(heads * stretches, 1))))
 
 
 def compressed_attention(
@@ -47,7 +53,8 @@ def compressed_attention(
         return _attend(layer, tokens.pool, None if entries is None else entries.pool, *of)
 
     each = q, choice, starts, paged.q_lens, tokens.table, None if entries is None else entries.table
-    together = max(1, MOST_ROWS // q.shape[1])
+    stretches = 0 if choice is None else tokens.table.shape[1] * cache.page_size // layer.rate
+    together = max(1, rows_at_once(layer.config.index_heads, stretches) // q.shape[1])
     return jax.vmap(attend)(each) if q.shape[0] <= together else jax.lax.map(attend, each, batch_size=together), cache
 
 

@@ -21,7 +21,7 @@ from dflash_kernels.recurrent.mamba2 import Mamba2Shape
 from dflash_kernels.recurrent.short_conv import ConvShape
 from jax.experimental import multihost_utils
 
-from dflash_jax.attention.compressed import MOST_ROWS
+from dflash_jax.attention.compressed import rows_at_once
 from dflash_jax.attention.mla import LatentForm
 from dflash_jax.attention.relative import WORKSPACE as RELATIVE_WORKSPACE
 from dflash_jax.cache.recurrent import recurrent_layers
@@ -173,8 +173,8 @@ def compressed_bytes(target: DecoderConfig, sequences: int, rows: int, tokens: i
     if not layer_traits(target).compressed:
         return 0
     sizes: Any = target
-    together = min(rows, MOST_ROWS)
     stretches, heavy = tokens // sizes.sparse_rate, tokens // sizes.heavy_rate
+    together = min(rows, max(PIECE, rows_at_once(sizes.index_heads, stretches)))
     seen = max(min(stretches, sizes.index_topk), heavy)
     keys = min(sequences, together) * stretches * (sizes.index_head_dim + sizes.head_dim) * dtype.itemsize
     indexed = 2 * 4 * together * sizes.index_heads * stretches

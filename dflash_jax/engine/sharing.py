@@ -71,6 +71,8 @@ def _check_dealing(target: DecoderConfig, draft: DFlashConfig | None, options: L
         raise ParameterError(
             f"{subject}={dealt} attends with queries in the model's dtype, got query_dtype={options.query_dtype!r}: leave one out"
         )
+    if traits.compressed:
+        raise ParameterError(f"{subject}={dealt} is not there for {name}, which keeps compressed keys: leave it out")
     if any(spec.index for spec in layer_specs(target)):
         raise ParameterError(
             f"{subject}={dealt} is not there for {name}, whose indexer chooses rows among all: leave it out"
@@ -94,8 +96,10 @@ def _refusals(config: DecoderConfig, ranks: int) -> Iterator[str]:
         yield "heads that attend to blocks of their own choice are not shared"
     if traits.mamba2:
         yield "layers of Mamba 2 are not shared"
-    if traits.streams > 1:
+    if traits.streams > 1 and not traits.compressed:
         yield "layers with several residual streams are not shared"
+    if (groups := getattr(config, "out_groups", 0)) % ranks:
+        yield f"{groups} groups of heads, which are projected by themselves, are no multiple of {ranks}"
     if getattr(config, "kda", None) is not None:
         yield "Kimi delta attention is not shared"
     if traits.normed_together and traits.kv_heads % ranks:

@@ -35,11 +35,13 @@ from dflash_jax.config import (
 from dflash_jax.errors import ConfigError
 from dflash_jax.models.deepseek import rotate_interleaved
 from dflash_jax.models.hyper_connections import HyperConnection, SumNorm
-from dflash_jax.models.layers import Cache, ChoiceRows, Linear, RMSNorm, Rotary, rotary_tables, unit_norm
+from dflash_jax.models.layers import Cache, ChoiceRows, Linear, RMSNorm, Rotary, SummedLinear, rotary_tables, unit_norm
 from dflash_jax.models.moe import SCORES, MoE, expert_traits, expert_weights
 from dflash_jax.models.parameters import Parameter, Source, single
 from dflash_jax.models.traits import LayerTraits, decoder_traits
 from dflash_jax.models.two_rotations import TwoRotationsDecoder, own_columns, own_rotation
+from dflash_jax.parallel.collectives import reduced
+from dflash_jax.parallel.cut import Cut, by_columns, by_rows
 
 ARCHITECTURES, MODEL_TYPES = ("DeepseekV4ForCausalLM",), ("deepseek_v4",)
 SLIDING, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
@@ -100,6 +102,8 @@ class DeepseekV4Config(DecoderConfig):
     swiglu_limit: float
     tie_embeddings: bool = False
 
+    cut_sizes = ("num_heads", "out_groups")
+
     # What `models.moe` asks of every configuration, and this family has in one form only.
     routing = "noaux_tc"
     num_groups = groups_per_token = num_shared_experts = 1
@@ -113,6 +117,11 @@ class DeepseekV4Config(DecoderConfig):
             raise ConfigError(
                 f"{subject}: entries of a head that turn must be even, and no more than heads of {sizes[0]} and indexers' of "
                 f"{sizes[1]} have, got {self.rotary_dim}"
+            )
+        if not len(self.kinds) == len(self.hashed) == len(self.windows) == self.num_layers:
+            raise ConfigError(
+                f"{subject}: kinds, hashed and windows must be of each of {self.num_layers} layers, got {len(self.kinds)}, "
+                f"{len(self.hashed)} and {len(self.windows)}"
             )
         if self.num_heads * self.head_dim % self.out_groups:
             raise ConfigError(
@@ -430,7 +439,7 @@ class CompressedAttention(nnx.Module):
         self.q_norm, self.kv_norm = RMSNorm(config.q_lora_rank, eps), RMSNorm(h, eps)
         self.q_proj = Linear(n * h, config.q_lora_rank)
         self.group_proj = Linear(config.out_groups * config.out_rank, n * h // config.out_groups)
-        self.o_proj = Linear(d, config.out_groups * config.out_rank)
+        self.o_proj = SummedLinear(d, config.out_groups * config.out_rank)
         self.sinks = nnx.Param(jnp.zeros((n,), jnp.float32))
         how: dict[str, Any] = {"eps": eps, "rope": config.compress_rope, "turned": config.rotary_dim}
         self.compressor = Compressor(h, self.rate, overlaps=self.sparse, **how) if self.rate else None
@@ -513,7 +522,7 @@ class HashMoE(MoE):
         """What they give for tokens with these ids."""
         rows, shared = x.reshape(-1, x.shape[-1]), self.beside(x)
         assert shared is not None, "one is every token's"
-        return self.experts(rows, *self.router(rows, ids.reshape(-1))).reshape(x.shape) + shared
+        return reduced(self.experts(rows, *self.router(rows, ids.reshape(-1))).reshape(x.shape) + shared)
 
 
 class DeepseekV4Layer(nnx.Module):
@@ -604,7 +613,14 @@ def deepseek_v4_parameters(config: DeepseekV4Config) -> tuple[Parameter, ...]:
         table += _expert_parameters(config, f"{ours}mlp.", f"{theirs}ffn.", hashed=config.hashed[i])
     table.append(single("norm.weight", "norm.weight", (d,)))
     table += _stream_parameters(config, "norm.", "hc_head_", streams, 1)
-    return (*table, *(() if config.tie_embeddings else (single("lm_head.weight", "head.weight", (v, d)),)))
+    return (
+        *table,
+        *(
+            ()
+            if config.tie_embeddings
+            else (single("lm_head.weight", "head.weight", (v, d), cut=by_rows((v, v), optional=True)),)
+        ),
+    )
 
 
 def _stream_parameters(config: DeepseekV4Config, ours: str, theirs: str, rows: int, scales: int) -> list[Parameter]:
@@ -636,14 +652,22 @@ def _attention_parameters(config: DeepseekV4Config, layer: int, ours: str, their
         "q_norm": ("q_norm", (rank,)), "kv_norm": ("kv_norm", (h,)), "q_proj": ("wq_b", (n * h, rank)),
         "group_proj": ("wo_a", (groups * config.out_rank, n * h // groups)), "o_proj": ("wo_b", (d, groups * config.out_rank)),
     }  # fmt: skip
-    if kind == SPARSE:
+    cuts: dict[str, Cut] = {
+        "q_proj": by_rows((n * h, n)),
+        "group_proj": by_rows((groups * config.out_rank, groups)),
+        "o_proj": by_columns((groups * config.out_rank, groups)),
+    }
+    if kind == SPARSE:  # whole on every device, as the choice is one for all heads
         heads = config.index_heads
         shapes["index_q_proj"] = ("indexer.wq_b", (heads * config.index_head_dim, rank))
         shapes["index_weights_proj"] = ("indexer.weights_proj", (heads, d))
     return [
         Parameter(f"{ours}in_proj.weight", tuple(Source(f"{theirs}{name}.weight", (rows, d)) for name, rows in first)),
-        *(single(f"{ours}{our}.weight", f"{theirs}{their}.weight", shape) for our, (their, shape) in shapes.items()),
-        single(f"{ours}sinks", f"{theirs}attn_sink", (n,), "float32"),
+        *(
+            single(f"{ours}{our}.weight", f"{theirs}{their}.weight", shape, cut=cuts.get(our))
+            for our, (their, shape) in shapes.items()
+        ),
+        single(f"{ours}sinks", f"{theirs}attn_sink", (n,), "float32", cut=by_rows((n, n))),
         *table,
     ]
 
@@ -661,10 +685,14 @@ def _expert_parameters(config: DeepseekV4Config, ours: str, theirs: str, *, hash
         single(f"{ours}router.table", f"{theirs}gate.tid2eid", taken, "int32", weights=0)
         if hashed
         else single(f"{ours}router.bias", f"{theirs}gate.bias", (e,), "float32"),
-        Parameter(f"{ours}experts.gate_up_proj.weight", gates(*experts)),
-        Parameter(f"{ours}experts.down_proj.weight", tuple(Source(f"{expert}w2.weight", (d, f)) for expert in experts)),
-        Parameter(f"{ours}shared.gate_up_proj.weight", gates(shared)),
-        single(f"{ours}shared.down_proj.weight", f"{shared}w2.weight", (d, f)),
+        Parameter(f"{ours}experts.gate_up_proj.weight", gates(*experts), cut=by_rows((2 * e * f, e))),
+        Parameter(
+            f"{ours}experts.down_proj.weight",
+            tuple(Source(f"{expert}w2.weight", (d, f)) for expert in experts),
+            cut=by_rows((e * d, e)),
+        ),
+        Parameter(f"{ours}shared.gate_up_proj.weight", gates(shared), cut=by_rows((f, f), (f, f))),
+        single(f"{ours}shared.down_proj.weight", f"{shared}w2.weight", (d, f), cut=by_columns((f, f))),
     ]
 
 

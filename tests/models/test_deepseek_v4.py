@@ -5,33 +5,39 @@ import json
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+import dflash_jax as dj
+from dflash_jax.attention.dense import dense_attend
 from dflash_jax.cache import LayerSpec, check_cache_dtype, layer_specs, make_pages, page_bytes
 from dflash_jax.checkpoints.huggingface import open_checkpoint
 from dflash_jax.checkpoints.pair import check_pair
+from dflash_jax.checkpoints.weights import read_weights
 from dflash_jax.engine.planning import plan_engine
 from dflash_jax.engine.sharing import sharing_refusals
 from dflash_jax.errors import ConfigError, PairError, ParameterError
 from dflash_jax.execution.plan import CallShape, choose, exact_refusals
-from dflash_jax.models import DFlashConfig, count, family_for, family_of, layer_traits
+from dflash_jax.models import DFlashConfig, bind, count, family_for, family_of, layer_traits
 from dflash_jax.models.deepseek_v4 import HEAVY, SLIDING, SPARSE, CompressedAttention, DeepseekV4Config
 from dflash_jax.models.layers import Rotary
 from dflash_jax.models.presets import DEEPSEEK_V4_TARGETS
 from dflash_jax.options import LoadOptions
+from dflash_jax.parallel.ranks import local_ranks, share_config
 
 from ..published_layouts import LAYOUTS, TARGETS
 from ..quantized_folders import Parts, drawn_float8, mxfp4, released, save
-from .golden_files import GOLDEN, TOLERANCE
+from .golden_files import GOLDEN, TOLERANCE, difference
 from .golden_models import check_conversion, check_logits_and_taps, check_texts
 
 FOLDER = GOLDEN / "deepseek_v4_folder"
 FILE = TARGETS["DeepSeek V4"]
 DRAFTER = LAYOUTS["speculators, of DeepSeek V4"]
 YARN = FILE["rope_scaling"]
+GREEDY = dj.SamplingParams(max_tokens=16, ignore_eos=True)
 
 
 def read(notices: list[str] | None = None, /, **changes: Any) -> DeepseekV4Config:
@@ -44,6 +50,30 @@ def read(notices: list[str] | None = None, /, **changes: Any) -> DeepseekV4Confi
 def test_transformers_logits_and_taps() -> None:
     """Of 40 tokens, beyond all windows and stretches, of which an indexer chooses four of ten."""
     check_logits_and_taps(FOLDER, TOLERANCE)
+
+
+@pytest.mark.few
+def test_devices_that_share_it() -> None:
+    """Two of them, with half of the heads, of their groups and of the experts each: logits, taps and texts."""
+    checkpoint, shared = open_checkpoint(FOLDER), local_ranks(2)
+    assert shared is not None
+    config: Any = checkpoint.config
+    with np.load(FOLDER / "expected.npz") as file:
+        ids, logits, taps = file["ids"].tolist(), file["logits"], file["taps"]
+
+    def run(own: Any) -> tuple[jax.Array, jax.Array]:
+        model, tokens = bind(share_config(config, 2), own), jnp.array([ids])
+        places, every = jnp.arange(len(ids))[None], tuple(range(config.num_layers))
+        hidden, streams, _ = model(tokens, places, dense_attend(), every)
+        return model.logits(hidden)[0], jnp.stack(jnp.split(streams[0], config.num_layers, axis=-1))
+
+    weights = read_weights(checkpoint, None, jnp.dtype("float32"), ranks=shared)["target"]
+    ours = shared.each(run, weights, axis=None)
+    assert difference(ours[0], logits) <= TOLERANCE
+    assert difference(ours[1], taps) <= TOLERANCE
+    small: Any = {"draft": False, "max_batch": 2, "max_model_len": 128}
+    said = [dj.generate(dj.load(FOLDER, tp=tp, **small), [ids, [5, 6]], GREEDY) for tp in (1, 2)]
+    assert [text.token_ids for text in said[0]] == [text.token_ids for text in said[1]]
 
 
 @pytest.mark.few
@@ -195,7 +225,10 @@ def test_what_its_layers_do_not_go_with() -> None:
     config = read()
     plan = choose(layer_traits(config), CallShape(1, 8, jnp.dtype("bfloat16")))
     assert plan.runner == "plain"
-    assert any("several residual streams" in reason for reason in sharing_refusals(config, None, 2))
+    assert sharing_refusals(config, None, 2) == []
+    assert any("2 groups of heads" in reason for reason in sharing_refusals(config, None, 4))
+    with pytest.raises(ParameterError, match="keeps compressed keys"):
+        plan_engine(open_checkpoint(FOLDER), None, LoadOptions(tp=2, decode_context_parallel_size=2))
     assert any("compressed keys" in reason for reason in exact_refusals(layer_traits(config), 5))
     with pytest.raises(ParameterError, match="compressed keys"):
         check_cache_dtype(config, "fp8")

@@ -19,8 +19,10 @@ from dflash_jax.engine import STOP_WIDTH, Engine
 from dflash_jax.engine.warmup import Jobs
 from dflash_jax.execution import switches
 from dflash_jax.models import family_named
+from dflash_jax.models.deepseek_v4 import HEAVY, SPARSE
 from dflash_jax.models.presets import (
     DEEPSEEK_TARGETS,
+    DEEPSEEK_V4_TARGETS,
     DRAFTERS,
     GEMMA3_TARGETS,
     GEMMA4_TARGETS,
@@ -50,13 +52,20 @@ def drafter_for(target: Any) -> Any:
     """A published drafter in another target's sizes."""
     sizes = {
         "hidden_size": target.hidden_size,
-        "target_hidden_size": target.hidden_size,
+        "target_hidden_size": target.feature_width,
         "vocab_size": target.vocab_size,
     }
     return replace(DRAFTERS["Qwen3-8B-DFlash-b16"], **sizes)
 
 
 GEMMA3, GEMMA4 = GEMMA3_TARGETS["gemma-3-27b"], GEMMA4_TARGETS["gemma-4-26B-A4B"]
+COMPRESSED = replace(
+    DEEPSEEK_V4_TARGETS["DeepSeek-V4-Flash"],
+    num_layers=2,
+    windows=(128, 128),
+    kinds=(SPARSE, HEAVY),
+    hashed=(True, False),
+)
 # Family, target and drafter.
 MODELS: dict[str, tuple[str, Any, Any]] = {
     "dense": ("qwen3", *cut_short(TARGETS["Qwen3-8B"], DRAFTERS["Qwen3-8B-DFlash-b16"])),
@@ -70,6 +79,7 @@ MODELS: dict[str, tuple[str, Any, Any]] = {
     "gpt_oss": ("gpt_oss", *cut_short(GPT_OSS_TARGETS["gpt-oss-20b"], DRAFTERS["gpt-oss-20b-DFlash"], (128, None))),
     "gemma3": ("gemma3", *cut_short(GEMMA3, drafter_for(GEMMA3), (1024, None))),
     "gemma4": ("gemma4", *cut_short(GEMMA4, drafter_for(GEMMA4), (1024, None))),
+    "compressed": ("deepseek_v4", *cut_short(COMPRESSED, drafter_for(COMPRESSED), (128, 128))),
 }  # fmt: skip
 
 
@@ -100,6 +110,7 @@ def lowered(ranks: Ranks, function: Callable, static: tuple, donate: tuple[int, 
         ("dense", 1, 2, None), ("dense", 8, 8, None), ("experts", 1, 2, None), ("experts", 8, 4, None), ("latents", 1, 2, None),
         ("latents", 8, 8, None), ("dense", 1, 2, "fp8"), ("dense", 8, 8, "int8"), ("gpt_oss", 1, 2, None),
         ("gpt_oss", 8, 8, None), ("gemma3", 1, 2, None), ("gemma3", 8, 8, None), ("gemma4", 1, 2, None), ("gemma4", 8, 8, None),
+        ("compressed", 1, 2, None), ("compressed", 8, 8, None),
     ],
 )  # fmt: skip
 def test_programs_lower(name, slots, count, kept, monkeypatch):
