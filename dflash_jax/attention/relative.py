@@ -77,8 +77,8 @@ def relative_attention(
     """See `RelativeAttend`: attention over pages, which get the new tokens' keys and values first."""
     i = layer.index
     slots, table = of_layer(paged.slots, i), of_layer(paged.page_table, i)
-    rows = (x.reshape(-1, *x.shape[2:]).astype(pool.dtype) for x, pool in ((k, cache.k[i]), (v, cache.v[i])))
-    k_pages, v_pages = cache_write(cache.k[i], cache.v[i], *rows, slots)
+    k, v = (x.reshape(-1, *x.shape[2:]).astype(pool.dtype) for x, pool in ((k, cache.k[i]), (v, cache.v[i])))
+    k_pages, v_pages = cache_write(cache.k[i], cache.v[i], k, v, slots)
     out = _over_pages(layer, q, mixes, k_pages, v_pages, table, paged.seq_lens, paged.q_lens)
     return out, cache.with_layer(i, k=k_pages, v=v_pages)
 
