@@ -1,5 +1,6 @@
 """Small random hybrid pairs: gated delta nets beside gated attention, in every arrangement of heads, short convolutions, Mamba
-2, Kimi delta attention beside latent attention to pools, and gated delta nets with hashed n-grams beside attention to blocks."""
+2, Kimi delta attention beside latent attention to pools, gated delta nets with hashed n-grams beside attention to blocks, and
+convolutions around attention with a bias by distance."""
 
 from dataclasses import replace
 
@@ -8,6 +9,7 @@ from jaxtyping import Array
 
 from dflash_jax.config import RopeConfig
 from dflash_jax.models.glm5_next import Glm5NextConfig
+from dflash_jax.models.inkling import InklingConfig
 from dflash_jax.models.kimi_linear import KimiLinearConfig
 from dflash_jax.models.lfm2 import Lfm2Config
 from dflash_jax.models.nemotron_h import NemotronHConfig
@@ -97,6 +99,18 @@ def chosen_config(**changes) -> Qwen4ExpConfig:
     return replace(base, **changes)
 
 
+def relative_config(**changes) -> InklingConfig:
+    """Four layers with convolutions along the tokens, two of them with a window of 12 and heads of their own, the last two with
+    experts. Biases reach 20 tokens back, scores grow from the tenth position on, and three of the tokens are none."""
+    base = InklingConfig(
+        vocab_size=VOCAB, hidden_size=40, intermediate_size=64, num_layers=4, num_heads=4, num_kv_heads=1, head_dim=16,
+        windows=(12, None, 12, None), local_heads=6, local_kv_heads=2, local_head_dim=8, bias_width=3, bias_extent=20,
+        growth_floor=10, growth_alpha=0.3, conv_taps=4, dense_layers=(0, 1), num_experts=4, experts_per_token=2,
+        moe_intermediate_size=24, num_shared_experts=2, routing_scale=2.0, logit_divisor=1.5, true_vocab=VOCAB - 3,
+    )  # fmt: skip
+    return replace(base, **changes)
+
+
 def nothing(leaf: Array) -> float:
     """What an array of a state may hold that nobody reads: NaN, or a token that is none of the text's."""
     return jnp.nan if jnp.issubdtype(leaf.dtype, jnp.floating) else 41
@@ -119,6 +133,7 @@ def hybrid_pair(
     | Glm5NextConfig
     | KimiLinearConfig
     | Qwen4ExpConfig
+    | InklingConfig
     | None = None,
     **options,
 ) -> Pair:

@@ -232,6 +232,24 @@ TARGETS: dict[str, dict[str, Any]] = {
         "video_token_id": 91, "vision_start_token_id": 92, "vision_end_token_id": 93, "vision_model_type": "mimo_vl",
         "vision_config": {"depth": 2}, "audio_config": {"group_size": 4}, "processor_config": {"audio_token_id": 94},
     },
+    "Inkling": {
+        "architectures": ["InklingForConditionalGeneration"], "model_type": "inkling_mm_model", "eos_token_id": 2,
+        "image_token_id": 90, "audio_token_id": 91, "image_bos_token_id": 92, "audio_bos_token_id": 93,
+        "text_config": {
+            "model_type": "inkling_text", "vocab_size": VOCAB, "unpadded_vocab_size": VOCAB - 5, "hidden_size": 32,
+            "num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 16,
+            "swa_num_attention_heads": 6, "swa_num_key_value_heads": 2, "swa_head_dim": 16, "sliding_window_size": 9,
+            "local_layer_ids": [0, 2], "d_rel": 3, "rel_extent": 14, "log_scaling_n_floor": 12, "log_scaling_alpha": 0.1,
+            "model_max_length": 512, "rms_norm_eps": 1e-6, "use_embed_norm": True, "use_sconv": True, "sconv_kernel_size": 4,
+            "dense_mlp_idx": 2, "dense_intermediate_size": 48, "intermediate_size": 24, "n_routed_experts": 4,
+            "num_experts_per_tok": 2, "n_shared_experts": 2, "shared_expert_sink": True, "route_scale": 8.0,
+            "use_gate_bias": True, "gate_activation": "sigmoid", "norm_after_topk": True, "use_global_scale": True,
+            "q_bias": False, "o_bias": False, "final_logit_softcapping": None, "logits_mup_width_multiplier": 1.5,
+            "torch_dtype": "bfloat16",
+        },
+        "audio_config": {"n_mel_bins": 2}, "vision_config": {"n_layers": 1},
+        "mtp_config": {"num_nextn_predict_layers": 1, "chain_hidden_post_norm": False, "local_layer_ids": [0]},
+    },
     "Laguna": SIZES | BOOKS | EXPERTS | {
         "architectures": ["LagunaForCausalLM"], "model_type": "laguna", "num_attention_heads_per_layer": [4, 6, 2, 4],
         "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"], "sliding_window": 9,
@@ -268,7 +286,6 @@ TARGETS: dict[str, dict[str, Any]] = {
 REFUSED_TARGETS: dict[str, tuple[str, ...]] = {
     "MiniMax-M3.1": (),
     "Kimi K3": (),
-    "Inkling": (),
     "Beam": (),
     "Alpamayo": (),
 }

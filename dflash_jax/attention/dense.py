@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from dflash_jax.attention.blocks import visible_keys
 from dflash_jax.attention.mla import LatentLayer
 from dflash_jax.attention.pooled import chosen_tokens, pooled_keys
+from dflash_jax.attention.relative import relative_scores
 from dflash_jax.attention.whole_blocks import seen_tokens
 from dflash_jax.cache.recurrent import zero_state
 from dflash_jax.models.layers import Attention, BlockRows, Cache, ChoiceRows, IndexRows, PooledRows, Rotary
@@ -136,6 +137,23 @@ class DenseAttend:
         positions = jnp.broadcast_to(jnp.arange(qkv.shape[1]), qkv.shape[:2])
         seen = seen_tokens(layer, index.q, index.k, positions)
         return DenseAttend(_named(seen, qkv.shape[1]), None)(layer, qkv, rotary, cache)
+
+    def relative(
+        self, layer: Any, q: Array, k: Array, v: Array, mixes: Array, cache: Cache = None
+    ) -> tuple[Array, Cache]:
+        """Attention with a bias by distance. Positions begin with the call's tokens, so there is no mask.
+
+        Raises:
+          NotImplementedError: there is one.
+        """
+        if self.mask is not None:
+            raise NotImplementedError(
+                "a bias by distance counts from where a text begins: give one text in a row, and no mask"
+            )
+        positions = jnp.broadcast_to(jnp.arange(q.shape[1]), q.shape[:2])
+        weights = jax.nn.softmax(relative_scores(layer, q, mixes, k, positions, positions), axis=-1).astype(q.dtype)
+        precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.promote_types(q.dtype, jnp.float32) else None
+        return jnp.einsum("bkgts,bskh->btkgh", weights, v, precision=precision).reshape(q.shape), cache
 
     def chosen(self, index: IndexRows, count: int) -> Bool[Array, "B T T"]:
         """The `count` keys with the best scores of those that each query sees."""

@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Int
 from dflash_jax.attention.indexed import IndexedCache, IndexedPages
 from dflash_jax.attention.paged import PagedAttend
 from dflash_jax.attention.pooled import pooled_attention
+from dflash_jax.attention.relative import relative_attention
 from dflash_jax.attention.whole_blocks import whole_block_attention
 from dflash_jax.cache.pages import Pages
 from dflash_jax.cache.recurrent import State
@@ -49,8 +50,8 @@ class HybridCache:
 
 
 class HybridAttend:
-    """An `Attend`, `LatentAttend`, `PooledAttend` or `WholeBlockAttend` over pages and a `DeltaAttend` over states; its cache is a
-    `HybridCache`.
+    """An `Attend`, `LatentAttend`, `PooledAttend`, `WholeBlockAttend` or `RelativeAttend` over pages and a `DeltaAttend` over
+    states; its cache is a `HybridCache`.
 
     Args:
       paged: what layers with attention are called with.
@@ -81,6 +82,13 @@ class HybridAttend:
     ) -> tuple[Array, HybridCache]:
         """See `WholeBlockAttend`."""
         out, pages = whole_block_attention(self.paged, layer, qkv, index, rotary, cache.pages)
+        return out, replace(cache, pages=pages)
+
+    def relative(
+        self, layer: Any, q: Array, k: Array, v: Array, mixes: Array, cache: HybridCache
+    ) -> tuple[Array, HybridCache]:
+        """See `RelativeAttend`."""
+        out, pages = relative_attention(self.paged, layer, q, k, v, mixes, cache.pages)
         return out, replace(cache, pages=pages)
 
     def delta(self, layer: Any, projected: Array, cache: HybridCache) -> tuple[Array, HybridCache]:

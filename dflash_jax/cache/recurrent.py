@@ -1,5 +1,5 @@
 """Recurrent states: what layers with Mamba 2, short convolutions or a delta rule keep for each slot in place of keys and values,
-and what hashed n-grams keep beside it."""
+what hashed n-grams keep beside it, and convolutions beside attention."""
 
 import math
 
@@ -9,6 +9,7 @@ from dflash_kernels import DeltaShape, DeltaState
 from dflash_kernels.recurrent.kda import KdaShape, KdaState
 from dflash_kernels.recurrent.mamba2 import Mamba2Shape, Mamba2State
 from dflash_kernels.recurrent.ngrams import NgramShape, NgramState
+from dflash_kernels.recurrent.residual_conv import ResidualConvShape
 from dflash_kernels.recurrent.short_conv import ConvShape, ConvState
 from jaxtyping import Array, Int
 
@@ -20,7 +21,7 @@ CONV_ROWS = 3
 # What one layer keeps of each slot.
 type State = DeltaState | Mamba2State | ConvState | KdaState | NgramState
 type MixerShape = DeltaShape | Mamba2Shape | ConvShape | KdaShape
-type StateShape = MixerShape | NgramShape
+type StateShape = MixerShape | NgramShape | ResidualConvShape
 
 
 def recurrent_layers(config: DecoderConfig) -> tuple[MixerShape | None, int]:
@@ -31,10 +32,12 @@ def recurrent_layers(config: DecoderConfig) -> tuple[MixerShape | None, int]:
 
 
 def state_shapes(config: DecoderConfig) -> tuple[StateShape, ...]:
-    """Shapes of all that a slot keeps: of such layers in their order, then of those with hashed n-grams."""
+    """Shapes of all that a slot keeps: of such layers in their order, then of those with hashed n-grams, then of convolutions that
+    layers have beside attention."""
     shape, layers = recurrent_layers(config)
     ngrams: tuple[NgramShape, ...] = getattr(config, "ngram_shapes", ())
-    return (*(() if shape is None else (shape,) * layers), *ngrams)
+    convs: tuple[ResidualConvShape, ...] = getattr(config, "conv_shapes", ())
+    return (*(() if shape is None else (shape,) * layers), *ngrams, *convs)
 
 
 def zero_state(slots: int, shape: StateShape, dtype: jnp.dtype) -> State:
@@ -44,7 +47,7 @@ def zero_state(slots: int, shape: StateShape, dtype: jnp.dtype) -> State:
     if isinstance(shape, Mamba2Shape):
         s = jnp.zeros((slots, shape.heads, shape.head_dim, shape.state_dim), jnp.float32)
         return Mamba2State(s, jnp.zeros((slots, shape.taps - 1, shape.channels), dtype))
-    if isinstance(shape, ConvShape):
+    if isinstance(shape, ConvShape | ResidualConvShape):
         return ConvState(jnp.zeros((slots, shape.taps - 1, shape.channels), dtype))
     if isinstance(shape, KdaShape):
         s = jnp.zeros((slots, shape.heads, shape.dim, shape.dim), jnp.float32)

@@ -57,6 +57,7 @@ KNOWN_DRAFTERS: Mapping[str, str] = {
     "zai-org/GLM-5.3-Flash": "incoai/GLM-5.3-Flash-DFlash2",
     "LiquidAI/LFM2.5-1.2B-Instruct": "LiquidAI/LFM2.5-1.2B-Instruct-DSpark",
     "LiquidAI/LFM2.5-2.6B": "LiquidAI/LFM2.5-2.6B-DSpark",
+    "thinkingmachines/Inkling": "RadixArk/Inkling-DSpark-Preview",
     "LiquidAI/LFM2.5-8B-A1B": "LiquidAI/LFM2.5-8B-A1B-DSpark",
     "nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16": "RedHatAI/NVIDIA-Nemotron-3-Super-120B-A12B-speculator.dflash",
     "nvidia/NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16": "RedHatAI/NVIDIA-Nemotron-3-Ultra-550B-A55B-speculator.dflash",

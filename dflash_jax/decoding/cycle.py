@@ -548,7 +548,7 @@ def adjusted_proposals(
 
 def plain_logits(of: Any) -> bool:
     """Whether logits are what a product with the LM head gives, so that they lose nothing in its dtype."""
-    return of.logit_scale == 1.0 and not of.logit_softcap
+    return of.logit_scale == getattr(of, "head_scale", 1.0) == 1.0 and not of.logit_softcap
 
 
 def shares_noise(setup: Setup) -> bool:

@@ -23,6 +23,7 @@ from jax.experimental import multihost_utils
 
 from dflash_jax.attention.compressed import rows_at_once
 from dflash_jax.attention.mla import LatentForm
+from dflash_jax.attention.relative import WORKSPACE as RELATIVE_WORKSPACE
 from dflash_jax.cache.recurrent import recurrent_layers
 from dflash_jax.config import DecoderConfig
 from dflash_jax.engine.buckets import PIECE
@@ -134,11 +135,12 @@ def workspace_bytes(
     )
     features = 0 if draft is None else len(draft.target_layer_ids) * target.feature_width
     activations = rows * (widest + 2 * features) * dtype.itemsize + delta_bytes(target, rows, dtype)
-    activations += ngram_bytes(target, rows, dtype)
+    activations += ngram_bytes(target, rows, dtype) + conv_bytes(target, rows, dtype)
     logits = batch * block * target.vocab_size * 4 * _LOGITS
     # Where no kernel takes the call, scores are held whole, before and after the softmax.
     chosen = getattr(target, "index_topk", tokens)
-    scores = 2 * 4 * rows * target.num_heads * min(tokens, chosen) + chosen_bytes(target, rows, tokens)
+    whole = 2 * 4 * rows * target.num_heads * min(tokens, chosen)
+    scores = (2 * RELATIVE_WORKSPACE if layer_traits(target).relative else whole) + chosen_bytes(target, rows, tokens)
     scores += gathered_bytes(target, max(batch, chunk // PIECE), tokens, dtype)
     scores += pooled_bytes(target, max(batch, chunk // PIECE), tokens, dtype)
     scores += compressed_bytes(target, batch, rows, tokens, dtype)
@@ -210,6 +212,13 @@ def ngram_bytes(target: DecoderConfig, rows: int, dtype: jnp.dtype) -> int:
     if not shapes:
         return 0
     return rows * shapes[0].channels * (len(shapes) * dtype.itemsize + 6 * 4)
+
+
+def conv_bytes(target: DecoderConfig, rows: int, dtype: jnp.dtype) -> int:
+    """Memory of convolutions beside attention for `rows` tokens: rows of all of them, and of one in work the same and sums in
+    float32."""
+    widths = [shape.channels for shape in getattr(target, "conv_shapes", ())]
+    return rows * (sum(widths) * dtype.itemsize + max(widths, default=0) * 3 * 4)
 
 
 def _mamba2_factors(shape: Mamba2Shape, dtype: jnp.dtype) -> int:

@@ -79,6 +79,10 @@ def plan_engine(target: Checkpoint, drafter: Checkpoint | None, options: LoadOpt
         raise ParameterError(
             f"weight_dtype={options.weight_dtype!r} was not tried with hashed n-grams and gated residuals: leave it out"
         )
+    if options.weight_dtype is not None and getattr(target.config, "conv_shapes", ()):
+        raise ParameterError(
+            f"weight_dtype={options.weight_dtype!r} was not tried with attention that has a bias by distance: leave it out"
+        )
     if options.weight_dtype is not None and getattr(target.config, "kept_rows", ()):
         raise ParameterError(
             f"weight_dtype={options.weight_dtype!r} was not tried with attention to compressed keys: leave it out"

@@ -90,6 +90,8 @@ def _refusals(config: DecoderConfig, ranks: int) -> Iterator[str]:
     traits = layer_traits(config)
     if traits.short_conv:
         yield "short convolutions are not shared"
+    if traits.relative:
+        yield "attention with a bias by distance is not shared"
     if traits.block_sparse:
         yield "heads that attend to blocks of their own choice are not shared"
     if traits.mamba2:

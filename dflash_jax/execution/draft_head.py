@@ -95,7 +95,8 @@ def best_by_index(
 def draws_by_index(config: DFlashConfig, x: Float[Array, "... D"], head: Any, index: Any, count: int) -> bool:
     """Whether `drawn_by_index` gives proposals of these hidden states: not of a head whose logits are no plain products, nor of a
     share of its `count` rows."""
-    rows, plain = math.prod(x.shape[:-1]), config.logit_scale == 1.0 and not config.logit_softcap
+    rows = math.prod(x.shape[:-1])
+    plain = config.logit_scale == config.head_scale == 1.0 and not config.logit_softcap
     if index is None or isinstance(head, Quantized) or len(head) < count or rows > MOST_ROWS:
         return False
     return plain and drawn_refusal(jax.ShapeDtypeStruct((rows, count), x.dtype)) is None

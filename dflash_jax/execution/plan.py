@@ -306,6 +306,8 @@ def exact_refusals(traits: LayerTraits, tokens: int, cache_dtype: str | None = N
         reasons.append("layers of Mamba 2 sum the tokens of a block in another order than one after the other")
     if traits.uneven_heads:
         reasons.append("heads that are gated or differ by layer were not tried in other company")
+    if traits.relative:
+        reasons.append("attention with a bias by distance was not tried in other company")
     if traits.compressed:
         reasons.append("attention to compressed keys was not tried in other company")
     hopper = target().capability == HOPPER
@@ -356,6 +358,8 @@ def _layers_refusal(traits: LayerTraits, activation: Activation = "silu") -> str
         return "layers have a mixer or a feed-forward and not both, some Mamba 2, which no fused runner has"
     if traits.normed_together:
         return "queries and keys are normed over all heads at once, which no fused runner does"
+    if traits.relative:
+        return "scores have a bias by distance, and sublayers convolutions along the tokens, which no fused runner has"
     if traits.uneven_heads:
         return "heads are gated one by one, differ by layer or have values of another size, which no fused runner does"
     if traits.block_sparse:

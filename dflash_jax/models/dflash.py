@@ -242,7 +242,7 @@ class DFlash(nnx.Module):
 
     def _scaled_logits(self, products: Array) -> Array:
         c = self.config
-        out = products * c.logit_scale
+        out = products * (c.head_scale * c.logit_scale)
         return jnp.tanh(out / c.logit_softcap) * c.logit_softcap if c.logit_softcap else out
 
     def best(self, hidden: Float[Array, "... D"], head_weight: Float[Array, "F Dt"] | Quantized) -> Int[Array, "..."]:

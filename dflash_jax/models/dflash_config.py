@@ -103,6 +103,8 @@ class DFlashConfig(DecoderConfig):
       target_hidden_size: width of one tapped feature.
       causal: per layer, whether slots of a block see only earlier slots.
       embedding_scale: factor on embeddings of tokens; None where the file does not say, which `fitted` makes the target's.
+      head_scale: factor on products with a head that it borrows, before `logit_scale`, which is also one on what a draft head adds;
+        the target's, by `fitted`.
       sample_from_anchor: slot k predicts the token after its own position instead of the one at it.
       draft_vocab_size: rows of the drafter's own head where it is smaller than the vocabulary, otherwise 0.
       own_embedding, own_head, mask_embedding: which tensors the checkpoint brings itself.
@@ -127,6 +129,7 @@ class DFlashConfig(DecoderConfig):
     embedding_scale: float | None = None
     logit_scale: float = 1.0
     logit_softcap: float = 0.0
+    head_scale: float = 1.0
     sample_from_anchor: bool = False
     draft_vocab_size: int = 0
     own_embedding: bool = False
@@ -177,7 +180,8 @@ class DFlashConfig(DecoderConfig):
 
     def fitted(self, target: DecoderConfig) -> "DFlashConfig":
         """The same with what its file leaves to the target: the factor on embeddings that it borrows, and the soft cap and factor
-        on logits of a head that it borrows, as vLLM reads files that are silent about them (its pull request 41703, of Gemma 4).
+        on logits of a head that it borrows, as vLLM reads files that are silent about them (its pull request 41703, of Gemma 4), or
+        on its products alone, as SGLang reads those for a target with a muP multiplier (its DSpark worker, of Inkling).
         """
         scale: float = getattr(target, "embedding_scale", 1.0)
         cap: float = getattr(target, "logit_softcap", 0.0)
@@ -188,6 +192,8 @@ class DFlashConfig(DecoderConfig):
             changes["logit_softcap"] = cap
             if self.logit_scale == 1.0:
                 changes["logit_scale"] = getattr(target, "logit_scale", 1.0)
+        if (factor := getattr(target, "head_scale", 1.0)) != 1.0 and not self.own_head:
+            changes["head_scale"] = factor
         return replace(self, **changes) if changes else self
 
     @property
@@ -240,7 +246,8 @@ class DFlashConfig(DecoderConfig):
         there were other layers Qwen3's."""
         given = {
             "conv_taps": 0, "conv_group": 0, "head": None, "layer_kind": "qwen3", "keys_as_values": False, "activation": "silu",
-            "gating": UNGATED, "joined_rows": False, **values,
+            "gating": UNGATED, "joined_rows": False, "head_scale": 1.0,
+            **values,
         }  # fmt: skip
         config = super().from_dict(given | {"head": head_from_dict(given["head"])})
         assert isinstance(config, cls)

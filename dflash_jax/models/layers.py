@@ -148,6 +148,19 @@ class WholeBlockAttend(Protocol):
         ...
 
 
+@runtime_checkable
+class RelativeAttend(Protocol):
+    """Attention of heads whose scores have a bias by the distance to the key."""
+
+    def relative(self, layer: Any, q: Array, k: Array, v: Array, mixes: Array, cache: Cache) -> tuple[Array, Cache]:
+        """`q [B,T,N,H]`, `k` and `v [B,T,K,H]`, normed, to `[B,T,N,H]`, and the cache with the new keys and values.
+
+        `mixes [B,T,N,r]` mix `layer.profiles [r, extent]` into a bias for each distance, `layer.window` bounds what is seen, and
+        `layer.growth` of positions is a factor on scores, or None.
+        """
+        ...
+
+
 class ChoiceRows(NamedTuple):
     """Outputs of an indexer of compressed keys for tokens: rotated queries `[B,T,I,E]`, and float32 weights `[B,T,I]` of its heads.
 

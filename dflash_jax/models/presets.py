@@ -17,6 +17,7 @@ from dflash_jax.models.gemma3 import Gemma3Config
 from dflash_jax.models.gemma4 import Gemma4Config
 from dflash_jax.models.gpt_oss import GptOssConfig
 from dflash_jax.models.heads import MarkovConfig, SelectorConfig
+from dflash_jax.models.inkling import InklingConfig
 from dflash_jax.models.llama import LlamaConfig
 from dflash_jax.models.mistral import MistralConfig
 from dflash_jax.models.nemotron_h import NemotronHConfig
@@ -237,6 +238,47 @@ FLASH_NEXT_TARGETS: Mapping[str, Qwen4ExpConfig] = MappingProxyType(
             ngram_taps=4,
             ngram_parts=128,
         ),
+    }
+)
+
+
+def _inkling(
+    hidden: int, inner: int, layers: int, heads: int, local_kv_heads: int, expert: int, divisor: float
+) -> InklingConfig:
+    """An Inkling target, every sixth layer of which sees all keys; `inner` is of dense layers, `expert` of experts."""
+    return InklingConfig(
+        vocab_size=201_024,
+        true_vocab=200_058,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=8,
+        head_dim=128,
+        max_position=1_048_576,
+        windows=tuple(512 if (i + 1) % 6 else None for i in range(layers)),
+        local_heads=heads,
+        local_kv_heads=local_kv_heads,
+        local_head_dim=128,
+        bias_width=16,
+        bias_extent=1024,
+        growth_floor=128_000,
+        growth_alpha=0.1,
+        dense_layers=(0, 1),
+        num_experts=256,
+        experts_per_token=6,
+        moe_intermediate_size=expert,
+        num_shared_experts=2,
+        logit_divisor=divisor,
+        in_turns=True,
+    )
+
+
+# Sizes as inference engines repeat them from the published files.
+INKLING_TARGETS: Mapping[str, InklingConfig] = MappingProxyType(
+    {
+        "Inkling": _inkling(6144, 24_576, 66, 64, 16, 3072, 24.0),
+        "Inkling-Small": _inkling(4096, 16_384, 42, 32, 8, 2048, 16.0),
     }
 )
 

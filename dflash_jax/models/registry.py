@@ -72,6 +72,16 @@ from dflash_jax.models.gpt_oss import (
     gpt_oss_parameters,
     gpt_oss_traits,
 )
+from dflash_jax.models.inkling import ARCHITECTURES as INKLING_ARCHITECTURES
+from dflash_jax.models.inkling import MODEL_TYPES as INKLING_TYPES
+from dflash_jax.models.inkling import (
+    Inkling,
+    InklingConfig,
+    inkling_canonical,
+    inkling_derived,
+    inkling_parameters,
+    inkling_traits,
+)
 from dflash_jax.models.kimi_linear import (
     KimiLinear,
     KimiLinearConfig,
@@ -313,6 +323,11 @@ def _blocks(config: MiniMaxM3Config) -> dict[str, Any]:
     return sizes | _experts(config)
 
 
+def _local_heads(config: InklingConfig) -> dict[str, Any]:
+    full = sum(window is None for window in config.windows)
+    return {"full_attention_layers": full, "window_kv_heads": config.local_kv_heads} | _experts(config)
+
+
 def _own_values(config: MimoV2Config) -> dict[str, Any]:
     full = {"full_attention_kv_heads": config.full_kv_heads, "full_attention_head_dim": config.head_dim}
     return full | {"value_dim": config.value_dim} | _experts(config)
@@ -368,6 +383,10 @@ FAMILIES = (
     Family(
         "glm5_next", "target", GLM5_NEXT_ARCHITECTURES, Glm5NextConfig, Glm5Next, glm5_next_parameters, glm5_next_canonical,
         traits=glm5_next_traits, model_types=GLM5_NEXT_TYPES, surplus=is_mtp_tensor, facts=_pooled,
+    ),
+    Family(
+        "inkling", "target", INKLING_ARCHITECTURES, InklingConfig, Inkling, inkling_parameters, inkling_canonical,
+        traits=inkling_traits, model_types=INKLING_TYPES, derive=inkling_derived, reads_names=True, facts=_local_heads,
     ),
     Family(
         "kimi_linear", "target", ("KimiLinearForCausalLM",), KimiLinearConfig, KimiLinear, kimi_linear_parameters,

@@ -81,6 +81,8 @@ class LayerTraits:
       streams: residual streams, which sublayers mix where there are several.
       uneven_heads: whether heads are gated one by one, differ in number from layer to layer, or have values of another size than
         keys, which no fused runner does.
+      relative: whether scores have a bias by distance that follows from hidden states, and convolutions along the tokens stand
+        around attention and feed-forwards.
       compressed: whether layers attend to compressed keys beside a window.
       block_sparse: whether heads of some layers attend to blocks of keys that an indexer chooses.
       feed_forward: "dense", "moe", or "mixed" where some layers have experts and others a dense one, or all have both.
@@ -118,6 +120,7 @@ class LayerTraits:
     uneven_heads: bool = False
     block_sparse: bool = False
     compressed: bool = False
+    relative: bool = False
 
     @property
     def heads_width(self) -> int:

@@ -127,6 +127,10 @@ def check_cache_dtype(config: DecoderConfig, cache_dtype: str | None) -> None:
         )
     if cache_dtype is not None and getattr(config, "kda", None) is not None:
         raise ParameterError(f'cache_dtype="{cache_dtype}" was not tried beside Kimi delta attention: leave it out')
+    if cache_dtype is not None and getattr(config, "conv_shapes", ()):
+        raise ParameterError(
+            f'cache_dtype="{cache_dtype}" was not tried with attention that has a bias by distance: leave it out'
+        )
     if cache_dtype is not None and getattr(config, "kept_rows", ()):
         raise ParameterError(f'cache_dtype="{cache_dtype}" was not tried with compressed keys: leave it out')
     if cache_dtype == "fp8_packed" and (not rank or rank % LATENT_TILE):

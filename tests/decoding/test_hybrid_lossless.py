@@ -33,6 +33,7 @@ from ..hybrid_pair import (
     mamba2_config,
     nothing,
     pooled_config,
+    relative_config,
 )
 from ..random_pair import VOCAB, Pair, random_params, random_prompts
 
@@ -47,12 +48,12 @@ TARGETS = {
     "dense": partial(hybrid_config, **SMALL), "moe": partial(hybrid_moe_config, **SMALL, dense_layers=()),
     "conv": partial(conv_config, **SMALL, num_dense_layers=1),
     "pooled": partial(pooled_config, **SMALL, num_dense_layers=1), "kimi": partial(kimi_config, **SMALL, num_dense_layers=1),
-    "chosen": partial(chosen_config, **SMALL),
+    "chosen": partial(chosen_config, **SMALL), "relative": relative_config,
     "mamba2": partial(
         mamba2_config, num_layers=3, windows=(None,) * 3, mamba_layers=(0,), full_layers=(1,), expert_layers=(2,)
     ),
 }  # fmt: skip
-LONG = [pytest.param(name, marks=pytest.mark.few) for name in ("pooled", "kimi", "chosen", "mamba2")]
+LONG = [pytest.param(name, marks=pytest.mark.few) for name in ("pooled", "kimi", "chosen", "relative", "mamba2")]
 
 
 @pytest.fixture(scope="module", params=["dense", "moe", "conv", *LONG])
@@ -97,7 +98,7 @@ def test_alone_as_in_a_batch_and_as_the_dense_model_says(hybrid: Pair) -> None:
 
 
 @pytest.mark.few
-@pytest.mark.parametrize("kind", ["dense", "conv", "pooled", "kimi", "chosen", "mamba2"])
+@pytest.mark.parametrize("kind", ["dense", "conv", "pooled", "kimi", "chosen", "relative", "mamba2"])
 def test_greedy_texts_whatever_number_of_proposals_stands(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     draft = {"target_layer_ids": (-1, 0, 1), "block_size": 16}
     hold_any_number(monkeypatch, hybrid_pair(TARGETS[kind](), max_chunk=64, draft=draft))
@@ -182,11 +183,19 @@ def test_no_page_is_shared(hybrid: Pair) -> None:
     assert again[2][0].cached == 0
 
 
-@pytest.mark.few("delta", "conv", "chosen", "mamba2")
+@pytest.mark.few("delta", "conv", "chosen", "relative", "mamba2")
 @pytest.mark.parametrize(
     "config",
-    [hybrid_config(), conv_config(), TARGETS["pooled"](), TARGETS["kimi"](), TARGETS["chosen"](), mamba2_config()],
-    ids=["delta", "conv", "pooled", "kimi", "chosen", "mamba2"],
+    [
+        hybrid_config(),
+        conv_config(),
+        TARGETS["pooled"](),
+        TARGETS["kimi"](),
+        TARGETS["chosen"](),
+        relative_config(),
+        mamba2_config(),
+    ],
+    ids=["delta", "conv", "pooled", "kimi", "chosen", "relative", "mamba2"],
 )
 def test_states_after_every_number_of_accepted_tokens(config) -> None:
     """A block of 16 verified in 18 slots, of which 1 to 16 tokens stand, none, or nothing at all: states, logits of the tokens that

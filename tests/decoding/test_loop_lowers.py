@@ -26,7 +26,7 @@ from dflash_jax.models.presets import SPARSE_TARGETS
 from dflash_jax.sampling_params import SamplingParams
 
 from ..devices import on
-from ..hybrid_pair import chosen_config, kimi_config, pooled_config
+from ..hybrid_pair import chosen_config, kimi_config, pooled_config, relative_config
 from ..kernels.test_cross_lowering import CALLS, HAS_JAX_TRITON
 from ..random_pair import draft_config, target_config
 
@@ -86,10 +86,10 @@ def test_a_loop_with_grammars_as_tables_stays_one_graph(sampling):
 
 @pytest.mark.few
 @pytest.mark.parametrize("kind", CALLS)
-@pytest.mark.parametrize("config", [pooled_config, kimi_config, chosen_config])
+@pytest.mark.parametrize("config", [pooled_config, kimi_config, chosen_config, relative_config])
 def test_a_loop_over_states_of_any_kind_has_no_branch(config, kind):
-    """Kimi delta attention, several streams, hashed n-grams, pools and blocks beyond what is chosen: no branch and no sort, which a
-    CUDA graph lacks."""
+    """Kimi delta attention, several streams, hashed n-grams, pools and blocks beyond what is chosen, a bias by distance: no branch
+    and no sort, which a CUDA graph lacks."""
     target, draft, dtype = config(), draft_config(num_heads=4, head_dim=64), jnp.dtype(jnp.bfloat16)
     weights = weight_shapes([(target, family_for(target)), (draft, family_named("dflash"))], dtype)
     engine = Engine(target, draft, weights, dtype, max_model_len=512)

@@ -28,6 +28,7 @@ from ..hybrid_pair import (
     mamba2_config,
     nothing,
     pooled_config,
+    relative_config,
 )
 from ..random_pair import Pair, random_prompts
 
@@ -40,10 +41,10 @@ PARAMS = SamplingParams(max_tokens=24, temperature=1.0, seed=3, logprobs=2)
 TARGETS = {
     "delta": hybrid_config(**SMALL), "conv": conv_config(**SMALL, num_dense_layers=1),
     "pooled": pooled_config(**SMALL, num_dense_layers=1), "kimi": kimi_config(**SMALL, num_dense_layers=1),
-    "chosen": chosen_config(**SMALL),
+    "chosen": chosen_config(**SMALL), "relative": relative_config(),
     "mamba2": mamba2_config(**SMALL, mamba_layers=(0,), expert_layers=()),
 }  # fmt: skip
-LONG = [pytest.param(name, marks=pytest.mark.few) for name in ("pooled", "kimi", "chosen", "mamba2")]
+LONG = [pytest.param(name, marks=pytest.mark.few) for name in ("pooled", "kimi", "chosen", "relative", "mamba2")]
 
 
 @pytest.fixture(scope="module", params=["delta", "conv", *LONG])

@@ -45,9 +45,14 @@ def texts(pair) -> list[list[int]]:
 
 @pytest.fixture(autouse=True)
 def owned(pair, monkeypatch) -> list[tuple[int, ...]]:
+    """See `poisoned`."""
+    return poisoned(pair.engine, monkeypatch)
+
+
+def poisoned(engine: Resources, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Fills pages without owner and name with NaN before every call; what is named must stay free of it. Owned pages of each group
     are told before each call."""
-    engine, call, seen = pair.engine, pair.engine.programs.call, []
+    call, seen = engine.programs.call, []
 
     def called(function, static, donate, weights, table, pools, *rest):
         if isinstance(table, PageTables):

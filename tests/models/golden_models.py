@@ -23,7 +23,7 @@ def check_logits_and_taps(folder: Path, tolerance: float) -> None:
     with np.load(folder / "expected.npz") as file:
         ids, logits, taps = file["ids"], file["logits"], file["taps"]
     ours = logits_and_taps(checkpoint.config, checkpoint.load("float32"), ids.tolist())
-    assert difference(ours[0], logits) <= tolerance
+    assert difference(ours[0][..., : logits.shape[-1]], logits) <= tolerance  # rows that fill up are left out
     assert difference(ours[1], taps) <= tolerance
 
 

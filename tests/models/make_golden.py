@@ -15,6 +15,7 @@ from golden import (
     gemma_oracle,
     glm5_next_oracle,
     gpt_oss_oracle,
+    inkling_oracle,
     kimi_linear_oracle,
     laguna_oracle,
     lfm2_oracle,
@@ -38,7 +39,7 @@ ORACLES = {
     "deepseek": deepseek_oracle, "sparse": sparse_oracle, "dflash": dflash_oracle, "vision": vision_oracle, "lfm2": lfm2_oracle,
     "muse_glimmer": muse_glimmer_oracle, "mellum": mellum_oracle, "minimax_m2": minimax_m2_oracle, "minimax_m3": minimax_m3_oracle,
     "mistral4": mistral4_oracle, "laguna": laguna_oracle, "glm5_next": glm5_next_oracle, "kimi_linear": kimi_linear_oracle,
-    "deepseek_v4": deepseek_v4_oracle,
+    "deepseek_v4": deepseek_v4_oracle, "inkling": inkling_oracle,
     "mimo_v2": mimo_v2_oracle, "nemotron_h": nemotron_h_oracle, "qwen4_exp": qwen4_exp_oracle,
 }  # fmt: skip
 

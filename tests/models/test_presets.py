@@ -15,6 +15,7 @@ from dflash_jax.models.presets import (
     GEMMA4_TARGETS,
     GPT_OSS_TARGETS,
     HYBRID_TARGETS,
+    INKLING_TARGETS,
     LLAMA_TARGETS,
     MISTRAL_TARGETS,
     MOE_TARGETS,
@@ -72,6 +73,12 @@ def test_a_target_with_ngrams_has_the_size_that_transformers_gives() -> None:
     config = FLASH_NEXT_TARGETS["Qwen3.8-Flash-Next"]
     assert parameters(config) == 176_943_899_520
     assert [one.rows for one in config.ngrams] == [320_001_536]
+
+
+@pytest.mark.parametrize(("name", "weights"), [("Inkling", 947_025_564_226), ("Inkling-Small", 263_655_199_274)])
+def test_a_target_with_convolutions_has_the_size_that_transformers_gives(name: str, weights: int) -> None:
+    """Of the text model's class at these sizes, with the corrections of experts' scores."""
+    assert parameters(INKLING_TARGETS[name]) == weights
 
 
 def test_qwen3_4b_takes_eight_gigabytes() -> None:
