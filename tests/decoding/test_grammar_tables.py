@@ -76,7 +76,8 @@ def test_texts_are_those_of_the_host(make_pair: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(cycle, "propose", forced)
     drafted, counts = texts_of(pair, asks, draft=True)
     assert drafted == plain
-    assert {1, 2, 3, 5} <= set(counts)
+    assert {1, 5} < set(counts)
+    assert len(set(counts)) > 3
 
     # One among them that the host has to be asked for: all beside it are followed by the host meanwhile, and by tables again.
     switched = list[tuple[str, str]]()

@@ -35,9 +35,16 @@ def noise_of_all(keys: UInt32[Array, "*R 2"], vocab: int) -> Float[Array, "*R V"
     chunks, tokens = (
         jax.lax.broadcasted_iota(jnp.int32, (*rows, count), len(rows)) for count in (-(-vocab // CHUNK), vocab)
     )
-    least, first = (jnp.repeat(each, CHUNK, axis=-1)[..., :vocab] for each in arrivals(keys, chunks))
+    least, first = (_to_tokens(each, vocab) for each in arrivals(keys, chunks))
     later = exponential(*hashed(keys, tokens, OF_TOKENS))
     return -jnp.log(jnp.where((tokens & (CHUNK - 1)) == first, least, least + later))
+
+
+def _to_tokens(of_chunks: Array, vocab: int) -> Array:
+    """Numbers of chunks to the tokens of these."""
+    if vocab <= CHUNK:  # without whole chunks in memory
+        return jnp.broadcast_to(of_chunks, (*of_chunks.shape[:-1], vocab))
+    return jnp.repeat(of_chunks, CHUNK, axis=-1)[..., :vocab]
 
 
 def arrivals(
