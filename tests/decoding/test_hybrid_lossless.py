@@ -183,7 +183,7 @@ def test_no_page_is_shared(hybrid: Pair) -> None:
     assert again[2][0].cached == 0
 
 
-@pytest.mark.few("delta", "chosen", "relative", "mamba2")
+@pytest.mark.few("delta", "chosen")
 @pytest.mark.parametrize(
     "config",
     [
