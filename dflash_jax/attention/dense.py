@@ -67,8 +67,7 @@ class DenseAttend:
         Raises:
           NotImplementedError: there is one.
         """
-        if self.mask is not None:
-            raise NotImplementedError("pools of tokens begin where a text does: give one text in a row, and no mask")
+        self._require_one_text("pools of tokens")
         rows, tokens = q.shape[:2]
         positions = jnp.broadcast_to(jnp.arange(tokens), (rows, tokens))
         keys = pooled_keys(jnp.concatenate([index.k, index.logits], axis=-1), index.places)
@@ -85,8 +84,7 @@ class DenseAttend:
         Raises:
           NotImplementedError: there is one.
         """
-        if self.mask is not None:
-            raise NotImplementedError("blocks of keys begin where a text does: give one text in a row, and no mask")
+        self._require_one_text("blocks of keys")
         positions = jnp.broadcast_to(jnp.arange(qkv.shape[1]), qkv.shape[:2])
         options = {
             "block": layer.config.index_block,
@@ -103,10 +101,7 @@ class DenseAttend:
         Raises:
           NotImplementedError: there is one.
         """
-        if self.mask is not None:
-            raise NotImplementedError(
-                "stretches of tokens begin where a text does: give one text in a row, and no mask"
-            )
+        self._require_one_text("stretches of tokens")
         (rows, tokens), rate, width = q.shape[:2], layer.rate, q.shape[3]
         ahead = jnp.arange(tokens) - jnp.arange(tokens)[:, None]
         keys, visible = row[..., :width], ((ahead <= 0) & (ahead > -layer.window))[None]
@@ -132,8 +127,7 @@ class DenseAttend:
         Raises:
           NotImplementedError: there is one.
         """
-        if self.mask is not None:
-            raise NotImplementedError("blocks of keys begin where a text does: give one text in a row, and no mask")
+        self._require_one_text("blocks of keys")
         positions = jnp.broadcast_to(jnp.arange(qkv.shape[1]), qkv.shape[:2])
         seen = seen_tokens(layer, index.q, index.k, positions)
         return DenseAttend(_named(seen, qkv.shape[1]), None)(layer, qkv, rotary, cache)
@@ -146,14 +140,16 @@ class DenseAttend:
         Raises:
           NotImplementedError: there is one.
         """
-        if self.mask is not None:
-            raise NotImplementedError(
-                "a bias by distance counts from where a text begins: give one text in a row, and no mask"
-            )
+        self._require_one_text("distances")
         positions = jnp.broadcast_to(jnp.arange(q.shape[1]), q.shape[:2])
         weights = jax.nn.softmax(relative_scores(layer, q, mixes, k, positions, positions), axis=-1).astype(q.dtype)
         precision = jax.lax.Precision.HIGHEST if q.dtype == jnp.promote_types(q.dtype, jnp.float32) else None
         return jnp.einsum("bkgts,bskh->btkgh", weights, v, precision=precision).reshape(q.shape), cache
+
+    def _require_one_text(self, counted: str) -> None:
+        """Raises NotImplementedError under a mask: what is counted begins where a text does."""
+        if self.mask is not None:
+            raise NotImplementedError(f"{counted} begin where a text does: give one text in a row, and no mask")
 
     def chosen(self, index: IndexRows, count: int) -> Bool[Array, "B T T"]:
         """The `count` keys with the best scores of those that each query sees."""
