@@ -21,6 +21,7 @@ from dflash_kernels import (
     mixture,
     routed_experts,
     routed_experts_refusal,
+    share_of_choices,
 )
 from flax import nnx
 from jaxtyping import Array, Float, Int
@@ -116,23 +117,8 @@ def expert_weights(
 def own_choices(
     experts: Int[Array, "T k"], weights: Float[Array, "T k"], count: int, *, shared: bool = False
 ) -> tuple[Int[Array, "T k"], Float[Array, "T k"]]:
-    """Choices of a rank that has `count` experts: by its own numbers, with a weight of 0 for those that others have.
-
-    Such a choice stands at an expert that the token takes here anyway, for which nothing more is read, or, where it takes none, at
-    any, so that tokens do not crowd at one.
-
-    Args:
-      shared: the last choice is the expert that all tokens take, the last one of every rank. The first rank does so for all: which
-        one adds it may not depend on a token's place among others.
-    """
-    routed = count - shared
-    local = experts - own_rank() * routed
-    own = (local >= 0) & (local < routed)
-    if shared:
-        local, own = local.at[:, -1].set(routed), own.at[:, -1].set(own_rank() == 0)
-    taken = jnp.take_along_axis(local, jnp.argmax(own, axis=-1, keepdims=True), axis=-1)
-    elsewhere = jnp.where(own.any(axis=-1, keepdims=True), taken, experts % count)
-    return jnp.where(own, local, elsewhere), jnp.where(own, weights, 0.0)
+    """`share_of_choices` of a rank that has `count` experts, a shared one of all ranks among them."""
+    return share_of_choices(experts, weights, own_rank() * (count - shared), count, shared=shared)
 
 
 class Router(nnx.Module):
@@ -239,19 +225,19 @@ class Experts(nnx.Module):
         """Weighted outputs of a token's experts, float32, still to be added; if ranks share experts, those of this one. Nothing
         differentiates this where a kernel does it."""
         gate_up, down = (self._by_expert(matrix) for matrix in (self.first, self.down_proj))
-        if ranks_here() > 1:
-            own = own_choices(*router.choose(logits), self.count, shared=self.shared)
-            return routed_experts(x, *own, gate_up, down, exchange=exchange)
-        config = router.config
+        config, ranks = router.config, ranks_here()
         if config.routing == "greedy" and config.num_groups == 1:
             how = {
                 "taken": config.experts_per_token,
                 "normed": config.norm_routing_weights,
                 "scale": config.routing_scale,
                 "shared": router.shared,
+                "first": None if ranks == 1 else own_rank() * (self.count - self.shared),
             }
             return mixture(logits, x, gate_up, down, exchange=exchange, **how)
         experts, weights = router.choose(logits)
+        if ranks > 1:
+            experts, weights = own_choices(experts, weights, self.count, shared=self.shared)
         return routed_experts(x, experts, weights, gate_up, down, exchange=exchange)
 
     def chosen(

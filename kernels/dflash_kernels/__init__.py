@@ -29,6 +29,7 @@ from dflash_kernels.fused.experts.api import (
     routed_experts_refusal,
 )
 from dflash_kernels.fused.experts.mxfp4 import mxfp4_mixture, mxfp4_mixture_refusal
+from dflash_kernels.fused.experts.reference import share_of_choices
 from dflash_kernels.fused.few_qkv.api import AddNorm, FewQkvWritten, few_qkv_write, few_qkv_write_refusal
 from dflash_kernels.fused.layer.api import (
     Chained,
@@ -230,6 +231,7 @@ __all__ = [
     "row_exchange",
     "scaled_logits",
     "schedule_helps",
+    "share_of_choices",
     "stream_norm",
     "swizzle_scales",
 ]  # fmt: skip

@@ -15,8 +15,9 @@ from dflash_kernels import (
     routed_experts_exchange,
     routed_experts_refusal,
 )
-from dflash_kernels.fused.experts.mosaic_gpu import launch
+from dflash_kernels.fused.experts.mosaic_gpu import launch, launch_choices
 from dflash_kernels.fused.experts.plan import Choice, plan
+from dflash_kernels.fused.experts.reference import chosen
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ..devices import h200
@@ -131,6 +132,46 @@ def test_the_kernel_chooses(normed: bool, shared: bool, tokens: int) -> None:
     check(named, given)
 
 
+def share(call: dict[str, Any], first: int, count: int, shared: bool) -> list[jax.Array]:
+    """x and the matrices of `count` experts from `first` on, and of the shared one."""
+    kept = [*range(first, first + count), *([-1] if shared else [])]
+    return [call["x"], *(call[name][jnp.asarray(kept)] for name in ("gate_up", "down"))]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_shares_of_the_experts_add_up(shared: bool) -> None:
+    """To what one call with all of them gives, though a share has none of some token's."""
+    call = make(drawn(9, 2, 6), 6 + shared, 24, 10, jnp.float32)
+    logits = jax.random.normal(jax.random.key(3), (9, 6 + shared))
+    how: Any = {"taken": 2, "normed": True, "scale": 1.5, "shared": shared}
+    whole = mixture(logits, call["x"], call["gate_up"], call["down"], **how).sum(axis=0)
+    parts = [mixture(logits, *share(call, at, 2, shared), **how, first=jnp.int32(at)).sum(axis=0) for at in (0, 2, 4)]
+    np.testing.assert_allclose(sum(parts), whole, rtol=0, atol=1e-5 * float(jnp.abs(whole).max()))
+
+
+@pytest.mark.few("5-True-3", "1-False-3")
+@pytest.mark.parametrize(("shared", "first"), [(True, 3), (True, 0), (False, 3)])
+@pytest.mark.parametrize("tokens", [5, 1])
+def test_the_kernel_chooses_of_a_share(shared: bool, first: int, tokens: int) -> None:
+    """The first token takes what others have."""
+    call = make(drawn(tokens, 3, 6), 6 + shared, 128, 128)
+    logits = jnp.round(jax.random.normal(jax.random.key(1), (tokens, 6 + shared)) * 2).at[0, :3].set(9.0)
+    choice, number = Choice(True, 1.5, shared), jnp.int32(first)
+    x, *matrices = share(call, first, 3, shared)
+    given = mixture(
+        logits, x, *matrices, taken=3, normed=True, scale=1.5, shared=shared, first=number, implementation="xla"
+    )
+    how: Any = {"taken": 3, "choice": choice, "first": number, "ctas": 4, "interpret": INTERPRET}
+    np.testing.assert_allclose(
+        launch(x, logits, None, *matrices, **how), given, rtol=0, atol=1e-2 * float(jnp.abs(given).max())
+    )
+    experts, weights = launch_choices(logits, 3, choice, matrices[1].shape, 4, number, INTERPRET)
+    of_all, expected = chosen(logits, 3, choice)
+    own = (of_all >= first) & (of_all < first + 3) | (of_all == 6) & (first == 0)
+    np.testing.assert_array_equal(experts, np.where(own, np.where(of_all == 6, 3, of_all - first), -1))
+    np.testing.assert_allclose(weights, expected, rtol=1e-6)
+
+
 @pytest.mark.few
 def test_sums_are_the_same_in_any_batch() -> None:
     call = make(drawn(6, 2, 5), 5, 128, 128)
@@ -242,3 +283,27 @@ def test_the_choice_is_that_of_the_definition(
         for name in ("mosaic_gpu", "xla")
     )
     np.testing.assert_allclose(found, given, rtol=0, atol=1e-2 * float(jnp.abs(given).max()))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 5, 16, 131])
+@pytest.mark.parametrize(
+    ("taken", "among", "count", "shared"),
+    [(8, 128, 64, False), (8, 256, 128, True), (3, 33, 11, True), (2, 40, 10, False)],
+)
+def test_the_choice_of_a_share_is_that_of_the_definition(
+    tokens: int, taken: int, among: int, count: int, shared: bool
+) -> None:
+    """With equal logits among them, for the first share and for another, which has none of the first token's."""
+    call = make(np.zeros((tokens, taken)), count + shared, 256, 128)
+    logits = jnp.round(jax.random.normal(jax.random.key(count), (tokens, among + shared)) * 4) / 2
+    logits = logits.at[0, :taken].set(9.0)
+    how: Any = {"taken": taken, "normed": True, "scale": 1.5, "shared": shared}
+    for first in (0, among - count):
+        found, given = (
+            mixture(
+                logits, call["x"], call["gate_up"], call["down"], **how, first=jnp.int32(first), implementation=name
+            )
+            for name in ("mosaic_gpu", "xla")
+        )
+        np.testing.assert_allclose(found, given, rtol=0, atol=1e-2 * float(jnp.abs(given).max()))

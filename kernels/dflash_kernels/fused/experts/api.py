@@ -76,7 +76,7 @@ def routed_experts(
 
 
 def mixture(
-    logits: Float[Array, "T E"],
+    logits: Float[Array, "T A"],
     x: Float[Array, "T D"],
     gate_up: Float[Array, "E twoF D"],
     down: Float[Array, "E D F"],
@@ -85,31 +85,37 @@ def mixture(
     normed: bool,
     scale: float = 1.0,
     shared: bool = False,
+    first: Int[Array, ""] | None = None,
     exchange: Any = None,
     implementation: str | Sequence[str] | None = None,
 ) -> Float[Array, "k T D"]:
     """Mixture of experts with a top-k router: `routed_experts` of each token's `taken` largest logits, the first of equal ones.
 
     Args:
-      logits: float32.
+      logits: float32, of all experts.
       normed: weights are the softmax of the logits that are taken; otherwise of all of them.
       scale: of the weights.
       shared: every token takes the last expert as well, which is not among those that logits choose from, as its choice
         `taken`; its weight is the sigmoid of its logit.
+      first: int32, the number of the first expert of `gate_up` and `down`, where these have a share of the experts, and the shared
+        one last; A is E without it. Rows of choices that others have are zeros, the shared one's too unless `first` is 0.
       x, gate_up, down, exchange, implementation: see `routed_experts`; what it gives and raises, too.
     """
     _check(x, gate_up, down)
-    check_axes(logits=(logits, "T E"))
+    check_axes(logits=(logits, "T A"))
     check_floats(logits=logits)
     check_count(taken=taken)
-    if logits.shape != (x.shape[0], gate_up.shape[0]) or not 0 < taken <= gate_up.shape[0] - shared:
+    (rows, scores), here = logits.shape, gate_up.shape[0]
+    fits = rows == x.shape[0] and (scores == here if first is None else scores >= here)
+    if not fits or not 0 < taken <= scores - shared:
         raise ValueError(
             f"logits {logits.shape}, of which {taken} are taken, do not fit x {x.shape} and gate_up {gate_up.shape}"
         )
+    choice = Choice(normed, plain(scale), shared)
     with jax.named_scope("routed_experts"):
         return first_fitting(
-            "mixture", MIXTURES, implementation, logits, x, gate_up, down, taken=taken, exchange=exchange,
-            choice=Choice(normed, plain(scale), shared),
+            "mixture", MIXTURES, implementation, logits, x, gate_up, down, taken=taken, choice=choice, first=first,
+            exchange=exchange,
         )  # fmt: skip
 
 

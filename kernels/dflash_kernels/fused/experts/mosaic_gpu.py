@@ -51,31 +51,47 @@ def mixture_mosaic_gpu(
     *,
     taken: int,
     choice: Choice,
+    first: Array | None,
     exchange: Any,
 ) -> Array:
     """See `mixture`. Raises NotImplementedError for what it does not take."""
     require_hopper()
     how: Any = {"exchange": exchange, "ctas": target().multiprocessors}
     if x.shape[0] > MOST_CHOOSING:
-        experts, weights = _chosen(logits, taken, choice, down.shape, how["ctas"])
-        return launch(x, experts, weights, gate_up, down, **how)
-    return launch(x, logits, None, gate_up, down, taken=taken, choice=choice, **how)
+        experts, weights = launch_choices(logits, taken, choice, down.shape, how["ctas"], first)
+        among = None if first is None else logits.shape[1] - choice.shared
+        return launch(x, experts, weights, gate_up, down, among=among, **how)
+    return launch(x, logits, None, gate_up, down, taken=taken, choice=choice, first=first, **how)
 
 
-def _chosen(logits: Array, taken: int, choice: Choice, sizes: tuple[int, ...], ctas: int) -> tuple[Array, Array]:
-    """`chosen` by a kernel: XLA would sort, in six launches."""
-    tokens, (count, hidden, inner) = logits.shape[0], sizes
-    schedule = plan(tokens, taken + choice.shared, count, hidden, inner, ctas, choice)
-    experts, weights = (part.reshape(tokens, -1) for part in _choices(schedule, logits.reshape(-1).astype(jnp.float32)))
+def launch_choices(
+    logits: Array,
+    taken: int,
+    choice: Choice,
+    sizes: tuple[int, ...],
+    ctas: int,
+    first: Array | None = None,
+    interpret: Any = None,
+) -> tuple[Array, Array]:
+    """`chosen` by a kernel: XLA would sort, in six launches. Of a share, experts by their numbers there, `NOBODY` for others'."""
+    (tokens, scores), (count, hidden, inner) = logits.shape, sizes
+    among = None if first is None else scores - choice.shared
+    schedule = plan(tokens, taken + choice.shared, count, hidden, inner, ctas, choice, among)
+    given = [logits.reshape(-1).astype(jnp.float32), *([] if first is None else [_word(first)])]
+    experts, weights = (part.reshape(tokens, -1) for part in _choices(schedule, given, interpret))
     return experts, weights
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def _choices(schedule: Plan, logits: Array) -> tuple[Array, Array]:
+def _word(first: Array) -> Array:
+    return jnp.reshape(first, 1).astype(jnp.int32)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 2))
+def _choices(schedule: Plan, given: list[Array], interpret: Any) -> tuple[Array, Array]:
     from dflash_kernels.fused.experts.routing_sm90 import choices
 
     assert schedule.choice is not None
-    return choices(schedule, schedule.choice, logits)
+    return choices(schedule, schedule.choice, given, interpret)
 
 
 def launch(
@@ -88,22 +104,28 @@ def launch(
     exchange: Any = None,
     taken: int | None = None,
     choice: Choice | None = None,
+    first: Array | None = None,
+    among: int | None = None,
     ctas: int,
     interpret: Any = None,
 ) -> Float[Array, "k T D"]:
     """The implementation without the device check: for tests on the CPU (`interpret`).
 
-    With `choice` the kernel chooses: `experts` are the logits, `weights` None, and `taken` experts are taken, beside a shared one.
+    With `choice` the kernel chooses: `experts` are the logits, `weights` None, and `taken` experts are taken, beside a shared one;
+    `first` as of `mixture`. Without it, `among` says that some of `experts` are `NOBODY`, and how many experts tokens chose from.
     """
     require_half_precision(x.dtype, gate_up.dtype, down.dtype)
     taken = experts.shape[1] if taken is None else taken + int(choice is not None and choice.shared)
     count, hidden, inner = down.shape
-    schedule = plan(x.shape[0], taken, count, hidden, inner, ctas, choice)
+    if choice is not None and first is not None:
+        among = experts.shape[1] - choice.shared
+    schedule = plan(x.shape[0], taken, count, hidden, inner, ctas, choice, among)
     gate_up, down = (matrix.reshape(-1, matrix.shape[2]) for matrix in (gate_up, down))
     exchange = jax.new_ref(jnp.zeros((most_groups(count),), jnp.int32)) if exchange is None else exchange
     experts = experts.reshape(-1).astype(jnp.int32 if choice is None else jnp.float32)
-    weights = None if weights is None else weights.reshape(-1).astype(jnp.float32)
-    return _run(schedule, x, experts, weights, gate_up, down, exchange, interpret)
+    named = {} if weights is None else {"weights": weights.reshape(-1).astype(jnp.float32)}
+    named |= {} if first is None else {"first": _word(first)}
+    return _run(schedule, x, experts, named, gate_up, down, exchange, interpret)
 
 
 # Compiled as a function of its own, so that the layers of a model share one trace and one lowering of the kernel.
@@ -111,8 +133,8 @@ def launch(
 def _run(
     schedule: Plan,
     x: Array,
-    experts: Array,
-    weights: Array | None,
+    entries: Array,
+    named: dict[str, Array],
     gate_up: Array,
     down: Array,
     exchange: Any,
@@ -121,4 +143,4 @@ def _run(
     # Not at the top: other machines need neither Pallas nor the time its import takes.
     from dflash_kernels.fused.experts import mosaic_gpu_sm90 as kernel
 
-    return kernel.experts(schedule, x, experts, weights, gate_up, down, exchange, interpret)
+    return kernel.experts(schedule, x, entries, named, gate_up, down, exchange, interpret)

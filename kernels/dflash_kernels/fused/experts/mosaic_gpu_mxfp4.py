@@ -73,7 +73,7 @@ def launch(
 def _choices(schedule: Mxfp4Plan, logits: Array, interpret: Any) -> tuple[Array, Array]:
     from dflash_kernels.fused.experts.routing_sm90 import choices
 
-    return choices(schedule, CHOICE, logits, interpret)
+    return choices(schedule, CHOICE, [logits], interpret)
 
 
 # Compiled as a function of its own, so that the layers of a model share one trace and one lowering of the kernel.

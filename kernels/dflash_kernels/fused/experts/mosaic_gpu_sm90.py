@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dflash_kernels.fused.experts.plan import BLOCK, ROWS, UNIT, Plan
 from dflash_kernels.fused.experts.routing_sm90 import sort_entries
-from dflash_kernels.fused.experts.rows_sm90 import gather_rows, store_out
+from dflash_kernels.fused.experts.rows_sm90 import gather_rows, store_out, zero_rows
 from dflash_kernels.mosaic_gpu import ptx as th
 from dflash_kernels.mosaic_gpu import stages
 from dflash_kernels.mosaic_gpu.counters import announce, await_announced
@@ -41,19 +41,19 @@ def experts(
     plan: Plan,
     x: jax.Array,
     entries: jax.Array,
-    weights: jax.Array | None,
+    named: Mapping[str, jax.Array],
     gate_up: jax.Array,
     down: jax.Array,
     ready: Any,
     interpret: Any = None,
 ) -> jax.Array:
-    """`[k, T, D]` float32; matrices are `[E * 2F, D]` and `[E * D, F]`, `entries` and `weights` `[T * k]`.
+    """`[k, T, D]` float32; matrices are `[E * 2F, D]` and `[E * D, F]`, `entries` and `weights`, which is `named`, `[T * k]`.
 
     `ready` is a Ref of `plan.groups` zeros or more that no other launch uses at the same time, and holds zeros afterwards. Where
-    the plan chooses, `entries` are the logits `[T * E]` and `weights` None.
+    the plan chooses, `entries` are the logits, one after the other, and no weights are named; of a share of the experts `first [1]`
+    is the number of the first one.
     """
-    given = {"x": x, "entries": entries} | ({} if weights is None else {"weights": weights})
-    given |= {"gate_up": gate_up, "down": down, "ready": ready}
+    given = {"x": x, "entries": entries, **named, "gate_up": gate_up, "down": down, "ready": ready}
     results = {
         "inner": jax.ShapeDtypeStruct((plan.entries, plan.inner), x.dtype),
         "out": jax.ShapeDtypeStruct((plan.top_k, plan.tokens, plan.hidden), jnp.float32),
@@ -155,7 +155,7 @@ def run(cta: Cta) -> None:
 def produce_weights(cta: Cta) -> None:
     """Starts the copies of all work items' weights, each as soon as its stage is empty."""
     plan, ring = cta.plan, cta.weights
-    if plan.choice is not None and plan.choice.shared:
+    if plan.choice is not None and plan.choice.shared and plan.among is None:
         _ask_for_shared(cta)
     plgpu.barrier_wait(cta.buffers["is_sorted"])
 
@@ -242,11 +242,14 @@ def produce_activations(cta: Cta) -> None:
 
 def consume(cta: Cta) -> None:
     """Sorts, then multiplies and has the epilogues, work item by work item."""
-    given = [cta.refs[name] for name in ("entries", "weights") if name in cta.refs]
+    given = [cta.refs[name] for name in ("entries", "weights", "first") if name in cta.refs]
     tables = [cta.buffers[name] for name in ("sorted", "shares", "spare", "groups")]
     sort_entries(given, tables, plan=cta.plan)
     plgpu.barrier_arrive(cta.buffers["is_sorted"])
     plgpu.barrier_wait(cta.buffers["is_sorted"])
+    if cta.plan.among is not None:
+        out, how = cta.refs["out"], {"entries": cta.plan.entries, "ctas": cta.plan.ctas}
+        zero_rows(out, cta.buffers["spare"], cta.index, **how, shape=out.shape)
     cta.work_items(lambda *item: _work_item(cta, *item))
 
 

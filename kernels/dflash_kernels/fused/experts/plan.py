@@ -15,6 +15,7 @@ MOST_EXPERTS = 640  # five for each thread that sorts
 MOST_ENTRIES = 4608  # those of 512 tokens that take eight experts and a shared one
 MOST_CHOOSING = 16  # tokens for which every CTA chooses
 MOST_TAKEN = 32  # a lane holds a choice
+NOBODY = -1  # expert of an entry that the call does nothing for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +46,8 @@ class Plan:
       stages, x_stages: of the rings of weights and of activations.
       ctas: CTAs, which share the work items.
       choice: how experts are chosen by the kernel itself; None where they are given.
+      among: how many experts tokens choose from, a shared one not counted, where the call has a share of them: entries of the
+        others' experts are `NOBODY`'s, and results of theirs zeros. None where it has all.
     """
 
     tokens: int
@@ -58,6 +61,7 @@ class Plan:
     x_stages: int
     ctas: int
     choice: Choice | None = None
+    among: int | None = None
 
     @property
     def entries(self) -> int:
@@ -74,9 +78,19 @@ class Plan:
         return -(-self.entries // LOOK) * LOOK
 
     @property
+    def routed(self) -> int:
+        """Experts of the call without a shared one."""
+        return self.experts - int(self.choice is not None and self.choice.shared)
+
+    @property
     def ranked(self) -> int:
         """Experts among which logits choose: the first ones."""
-        return self.experts - int(self.choice is not None and self.choice.shared)
+        return self.routed if self.among is None else self.among
+
+    @property
+    def scores(self) -> int:
+        """Logits of a token."""
+        return self.ranked + self.experts - self.routed
 
     @property
     def threads(self) -> int:
@@ -120,6 +134,7 @@ def plan(
     inner: int,
     ctas: int,
     choice: Choice | None = None,
+    among: int | None = None,
 ) -> Plan:
     """Tiling of a mixture's two products. Raises NotImplementedError with the reason for shapes that do not tile."""
     entries = tokens * top_k
@@ -132,7 +147,8 @@ def plan(
     if hidden % (UNIT * BLOCK) or inner % (UNIT * BLOCK):
         raise NotImplementedError(f"takes widths in {UNIT * BLOCK}s, not {hidden} and {inner}")
     # Few columns cost nothing beside the weights; an expert that more tokens take is read again, out of the cache.
-    columns = next((size for size in (8, 16, 32) if entries <= experts * size * 2 // 5), 64)
+    everyones = among or experts
+    columns = next((size for size in (8, 16, 32) if entries <= everyones * size * 2 // 5), 64)
     x_stage = UNIT * BLOCK * 2 * columns
     x_stages = max(X_SHARED // x_stage, 3) if columns > 8 else 8
     stages = min((SHARED - tables_size(entries, experts, columns) - x_stages * x_stage) // (2 * ROWS * BLOCK * 2), 12)
@@ -143,20 +159,21 @@ def plan(
         hidden,
         inner,
         columns,
-        _gated_rows(tokens, top_k, experts, inner, ctas),
+        _gated_rows(tokens, top_k, experts, everyones, inner, ctas),
         stages,
         x_stages,
         ctas,
         choice,
+        among,
     )
 
 
-def _gated_rows(tokens: int, top_k: int, experts: int, inner: int, ctas: int) -> int:
+def _gated_rows(tokens: int, top_k: int, experts: int, everyones: int, inner: int, ctas: int) -> int:
     """Fewer than a matrix instruction takes where far fewer CTAs are idle for it in their last turn, at random choices.
 
     They divide the inner width, or all tiles are one turn: then the last one of an expert may begin inside the one before.
     """
-    distinct = round(experts * (1 - (1 - top_k / experts) ** tokens))
+    distinct = max(round(experts * (1 - (1 - min(top_k / everyones, 1.0)) ** tokens)), 1)
 
     def tiles(rows: int) -> int:
         return distinct * -(-inner // rows)

@@ -106,7 +106,7 @@ def plan(
     held = rows + KEPT * kept if resident else x_stages * x_stage + kept - kept // consumers
     stages = min((SHARED - tables - held) // (consumers * unit * TILE_BYTES), 16)
     return Mxfp4Plan(
-        tokens, top_k, experts, hidden, inner, columns, TILE // 2, stages, x_stages, ctas, CHOICE if chooses else None, gate,
+        tokens, top_k, experts, hidden, inner, columns, TILE // 2, stages, x_stages, ctas, CHOICE if chooses else None, None, gate,
         consumers, parts, resident, unit, alone,
     )  # fmt: skip
 

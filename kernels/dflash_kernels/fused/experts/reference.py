@@ -24,6 +24,29 @@ def chosen(logits: Float[Array, "T E"], taken: int, choice: Choice) -> tuple[Int
     return experts, weights * choice.scale
 
 
+def share_of_choices(
+    experts: Int[Array, "T k"], weights: Float[Array, "T k"], first: Int[Array, ""], count: int, *, shared: bool = False
+) -> tuple[Int[Array, "T k"], Float[Array, "T k"]]:
+    """Choices of a device that has `count` experts, from number `first` on: by its own numbers, with a weight of 0 for those that
+    others have.
+
+    Such a choice stands at an expert that the token takes here anyway, for which nothing more is read, or, where it takes none, at
+    any, so that tokens do not crowd at one.
+
+    Args:
+      shared: the last choice is the expert that all tokens take, the last one of every device. The device with the first experts
+        does so for all: which one adds it may not depend on a token's place among others.
+    """
+    routed = count - shared
+    local = experts - first
+    own = (local >= 0) & (local < routed)
+    if shared:
+        local, own = local.at[:, -1].set(routed), own.at[:, -1].set(first == 0)
+    taken = jnp.take_along_axis(local, jnp.argmax(own, axis=-1, keepdims=True), axis=-1)
+    elsewhere = jnp.where(own.any(axis=-1, keepdims=True), taken, experts % count)
+    return jnp.where(own, local, elsewhere), jnp.where(own, weights, 0.0)
+
+
 def routed_experts_reference(
     x: Float[Array, "T D"],
     experts: Int[Array, "T k"],
@@ -43,14 +66,18 @@ def routed_experts_reference(
 
 
 def mixture_reference(
-    logits: Float[Array, "T E"],
+    logits: Float[Array, "T A"],
     x: Float[Array, "T D"],
     gate_up: Float[Array, "E twoF D"],
     down: Float[Array, "E D F"],
     *,
     taken: int,
     choice: Choice,
+    first: Int[Array, ""] | None = None,
     exchange: Any = None,
 ) -> Float[Array, "k T D"]:
     """See `mixture`."""
-    return routed_experts_reference(x, *chosen(logits, taken, choice), gate_up, down, exchange)
+    experts, weights = chosen(logits, taken, choice)
+    if first is not None:
+        experts, weights = share_of_choices(experts, weights, first, gate_up.shape[0], shared=choice.shared)
+    return routed_experts_reference(x, experts, weights, gate_up, down, exchange)

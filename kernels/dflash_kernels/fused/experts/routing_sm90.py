@@ -4,6 +4,7 @@ Every CTA sorts for itself, in shared memory. For many tokens the router is a la
 """
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from dflash_kernels.core.device import WARP, WARPGROUP
-from dflash_kernels.fused.experts.plan import LOOK, Choice, Plan
+from dflash_kernels.fused.experts.plan import LOOK, NOBODY, Choice, Plan
 from dflash_kernels.fused.experts.reference import chosen
 from dflash_kernels.mosaic_gpu import ptx as th
 from dflash_kernels.mosaic_gpu.thread_op import GLOBAL, SCALAR, kernel, thread_op
@@ -22,48 +23,65 @@ _SIGN = 1 << 31
 _PLACES = 1 << 16  # more than entries: what is packed above them counts groups
 
 
-def choices(plan: Plan, choice: Choice, logits: jax.Array, interpret: Any = None) -> tuple[jax.Array, jax.Array]:
-    """Experts and weights of all entries, `[T * k]` each, of logits `[T * E]`: a launch of its own, for many tokens."""
+def choices(
+    plan: Plan, choice: Choice, given: Sequence[jax.Array], interpret: Any = None
+) -> tuple[jax.Array, jax.Array]:
+    """Experts and weights of all entries, `[T * k]` each, a launch of its own, for many tokens.
 
-    def body(logits: Any, entries: Any, weights: Any) -> None:
-        _choose_tokens(logits, entries, weights, lax.axis_index("cta"), plan=plan, choice=choice)
+    Args:
+      given: logits `[T * plan.scores]`; of a share of the experts also the number of the first one, `[1]`.
+    """
+
+    def body(*refs: Any) -> None:
+        *given, entries, weights = refs
+        _choose_tokens(given, entries, weights, lax.axis_index("cta"), plan=plan, choice=choice)
 
     body.__name__ = "choose_experts"
     kinds = jax.ShapeDtypeStruct((plan.entries,), jnp.int32), jax.ShapeDtypeStruct((plan.entries,), jnp.float32)
     grid = {"grid": (-(-plan.tokens // _WARPS),), "grid_names": ("cta",)}
-    experts, weights = kernel(body, out_type=kinds, **grid, interpret=interpret)(logits)
+    experts, weights = kernel(body, out_type=kinds, **grid, interpret=interpret)(*given)
     return experts, weights
 
 
 # Router: a warp takes a token, its lanes a part of the logits each
 
 
-def _tokens_chosen(logits: Any, entries: Any, weights: Any, cta: Any, *, plan: Plan, choice: Choice) -> None:
+def _tokens_chosen(given: list[Any], entries: Any, weights: Any, cta: Any, *, plan: Plan, choice: Choice) -> None:
     for warp in range(_WARPS):
         token = cta * _WARPS + warp
 
         @pl.when(token < plan.tokens)
         def _(token: Any = token) -> None:
-            one = logits[pl.ds(token * plan.experts, plan.experts)][None]
-            for target, (found,) in zip(
-                (entries, weights), chosen(one, plan.top_k - int(choice.shared), choice), strict=True
-            ):
+            one = given[0][pl.ds(token * plan.scores, plan.scores)][None]
+            for target, (found,) in zip((entries, weights), _chosen(plan, choice, one, given[1:]), strict=True):
                 target[pl.ds(token * plan.top_k, plan.top_k)] = found.astype(target.dtype)
 
 
+def _chosen(plan: Plan, choice: Choice, logits: Any, first: Sequence[Any]) -> tuple[jax.Array, jax.Array]:
+    """Of `logits [T, plan.scores]`, in the interpreter; `first`: none or one Ref."""
+    experts, weights = chosen(logits, plan.top_k - int(choice.shared), choice)
+    for word in first:
+        local = experts - word[0]
+        own = (local >= 0) & (local < plan.routed)
+        if choice.shared:
+            local, own = local.at[:, -1].set(plan.routed), own.at[:, -1].set(word[0] == 0)
+        experts = jnp.where(own, local, NOBODY)
+    return experts, weights
+
+
 @thread_op(args=(GLOBAL, GLOBAL, GLOBAL, SCALAR), interpret=_tokens_chosen)
-def _choose_tokens(logits: Any, entries: Any, weights: Any, cta: Any, *, plan: Plan, choice: Choice) -> None:
+def _choose_tokens(given: list[Any], entries: Any, weights: Any, cta: Any, *, plan: Plan, choice: Choice) -> None:
     lane, warp = _lane_and_warp()
     token = th.add(th.mul(cta, _WARPS), warp)
     with th.branch(th.under(token, plan.tokens)):
-        _choose_one(plan, choice, logits, token, lane, [(entries, "global"), (weights, "global")])
+        _choose_one(plan, choice, given, token, lane, [(entries, "global"), (weights, "global")])
 
 
-def _choose(plan: Plan, choice: Choice, logits: Any, entries: Any, weights: Any) -> None:
+def _choose(plan: Plan, choice: Choice, given: list[Any], entries: Any, weights: Any) -> None:
     """Experts and weights of all entries, by one warpgroup.
 
     Args:
-      logits: `[T * E]` float32 in global memory.
+      given: as of `choices`, in global memory.
       entries, weights: addresses in shared memory, of a word for each entry.
     """
     lane, warp = _lane_and_warp()
@@ -72,7 +90,7 @@ def _choose(plan: Plan, choice: Choice, logits: Any, entries: Any, weights: Any)
     def _(turn: Any, carry: list) -> list:
         token = th.add(th.mul(turn, _WARPS), warp)
         with th.branch(th.under(token, plan.tokens)):
-            _choose_one(plan, choice, logits, token, lane, [(entries, "shared"), (weights, "shared")])
+            _choose_one(plan, choice, given, token, lane, [(entries, "shared"), (weights, "shared")])
         return carry
 
 
@@ -80,9 +98,11 @@ def _lane_and_warp() -> tuple[Any, Any]:
     return th.rem(th.thread(), WARP), th.div(th.thread(), WARP)
 
 
-def _choose_one(plan: Plan, choice: Choice, logits: Any, token: Any, lane: Any, targets: list) -> None:
+def _choose_one(plan: Plan, choice: Choice, given: list[Any], token: Any, lane: Any, targets: list) -> None:
     """One token's experts and weights, to two places in memory of the kinds that are named."""
-    expert, share = _choice_of(plan, choice, logits, token, lane)
+    expert, share = _choice_of(plan, choice, given[0], token, lane)
+    if plan.among is not None:
+        expert = _own_choice(plan, choice, given[1], lane, expert)
     with th.branch(th.under(lane, plan.top_k)):
         entry = th.add(th.mul(token, plan.top_k), lane)
         for (target, space), value in zip(targets, (expert, th.bits(share)), strict=True):
@@ -100,7 +120,7 @@ def _choice_of(plan: Plan, choice: Choice, logits: Any, token: Any, lane: Any) -
     for turn in range(taken):
         own, first = _largest(list(zip(keys, places, strict=True)))
         best = _over_lanes("max", own)
-        where = _over_lanes("min", th.select(_equal(own, best), first, th.number(plan.experts)))
+        where = _over_lanes("min", th.select(_equal(own, best), first, th.number(plan.scores)))
         keys = [th.select(_equal(place, where), th.number(0), key) for key, place in zip(keys, places, strict=True)]
         mine = _equal(lane, th.number(turn))
         expert, largest = th.select(mine, where, expert), th.select(mine, best, largest)
@@ -115,11 +135,26 @@ def _choice_of(plan: Plan, choice: Choice, logits: Any, token: Any, lane: Any) -
             total = th.fadd(total, th.exp(th.fsub(th.as_real(value), highest)))
     share = th.fmul(th.fdiv(share, _summed(total)), th.real(choice.scale))
     if choice.shared:
-        last, logit = _equal(lane, th.number(taken)), th.add(th.mul(token, plan.experts), plan.ranked)
+        last, logit = _equal(lane, th.number(taken)), th.add(th.mul(token, plan.scores), plan.ranked)
         of_shared = th.exp(th.fsub(th.real(0.0), th.as_real(th.global_word(logits, logit))))
         of_shared = th.fdiv(th.real(1.0), th.fadd(th.real(1.0), of_shared))
         expert, share = th.select(last, th.number(plan.ranked), expert), th.select(last, of_shared, share)
     return expert, share
+
+
+def _own_choice(plan: Plan, choice: Choice, first: Any, lane: Any, expert: Any) -> Any:
+    """A lane's choice by its number in the call, whose first expert is number `first[0]`; `NOBODY` where others have it.
+
+    The call with the first experts has the shared one's rows for all: which one adds it may not depend on a token's place.
+    """
+    number = th.global_word(first, th.number(0))
+    local = th.sub(expert, number)
+    own = th.under(local, plan.routed)
+    if choice.shared:
+        last = _equal(lane, th.number(plan.top_k - 1))
+        local = th.select(last, th.number(plan.routed), local)
+        own = th.select(last, _equal(number, th.number(0)), own)
+    return th.select(own, local, th.number(NOBODY))
 
 
 def _largest(pairs: list[tuple[Any, Any]]) -> tuple[Any, Any]:
@@ -138,7 +173,7 @@ def _largest(pairs: list[tuple[Any, Any]]) -> tuple[Any, Any]:
 def _logit(plan: Plan, logits: Any, token: Any, place: Any) -> Any:
     """Bits of one logit; -inf past the last expert that is chosen by its logit."""
     there = th.under(place, plan.ranked)
-    where = th.add(th.mul(token, plan.experts), th.select(there, place, th.number(0)))
+    where = th.add(th.mul(token, plan.scores), th.select(there, place, th.number(0)))
     return th.select(there, th.global_word(logits, where), th.number(0xFF800000 - (1 << 32)))
 
 
@@ -175,10 +210,9 @@ def _summed(value: Any) -> Any:
 
 
 def _sort_interpreted(given: list[Any], tables: list[Any], *, plan: Plan) -> None:
-    order_sm, shares_sm, _, groups_sm = tables
+    order_sm, shares_sm, spare_sm, groups_sm = tables
     if plan.choice:
-        taken = plan.top_k - int(plan.choice.shared)
-        given = list(chosen(given[0][...].reshape(plan.tokens, -1), taken, plan.choice))
+        given = list(_chosen(plan, plan.choice, given[0][...].reshape(plan.tokens, -1), given[1:]))
     entries, weights = (part[...].reshape(-1) for part in given)
     more = plan.padded - plan.entries
     if _unsorted(plan):
@@ -188,7 +222,8 @@ def _sort_interpreted(given: list[Any], tables: list[Any], *, plan: Plan) -> Non
         order_sm[...], shares_sm[...] = jnp.arange(plan.padded), jnp.pad(weights, (0, more))
         groups_sm[...] = jnp.concatenate([part.astype(jnp.int32) for part in table])
         return
-    order = jnp.argsort(entries, stable=True).astype(jnp.int32)
+    order = jnp.argsort(jnp.where(entries < 0, plan.experts, entries), stable=True).astype(jnp.int32)
+    spare_sm[: plan.entries] = entries.astype(jnp.int32)
     counts = (entries[:, None] == jnp.arange(plan.experts)).sum(axis=0).astype(jnp.int32)
     of_expert = -(-counts // plan.columns)
     ends, firsts = jnp.cumsum(of_expert), jnp.cumsum(counts) - counts
@@ -203,7 +238,7 @@ def _sort_interpreted(given: list[Any], tables: list[Any], *, plan: Plan) -> Non
 
 def _unsorted(plan: Plan) -> bool:
     """Whether entries stay in the order they come in: each of one token's is another expert's, and so a group."""
-    return plan.tokens == 1 and plan.choice is not None
+    return plan.tokens == 1 and plan.choice is not None and plan.among is None
 
 
 @thread_op(args=(GLOBAL, GLOBAL), interpret=_sort_interpreted)
@@ -211,9 +246,9 @@ def sort_entries(given: list[Any], tables: list[Any], *, plan: Plan) -> None:
     """Writes the tables of a CTA in two rounds over all entries, one that counts and one that places.
 
     Args:
-      given: expert and weight of each entry, `[T * k]` in global memory; with `plan.choice`, the logits `[T * E]` alone.
-      tables: shared memory. Entries by expert, those of one expert in order; their weights; anything; experts of all groups, then
-        each one's first place, then how many entries it has, then the number of groups.
+      given: expert and weight of each entry, `[T * k]` in global memory; with `plan.choice`, what `choices` is given.
+      tables: shared memory. Entries by expert, those of one expert in order; their weights; the expert of each entry, and anything
+        behind; experts of all groups, then each one's first place, then how many entries it has, then the number of groups.
     """
     order, shares, flat, groups = (th.address(table, space=3) for table in tables)
     if _unsorted(plan):
@@ -227,10 +262,14 @@ def sort_entries(given: list[Any], tables: list[Any], *, plan: Plan) -> None:
         if plan.choice is None:
             with th.branch(th.under(place, plan.entries)):
                 th.store_shared(flat, place, th.global_word(given[0], place))
+        if plan.among is not None:
+            # Places behind the last entry that somebody takes are looked at as well.
+            with th.branch(th.under(place, plan.padded)):
+                th.store_shared(order, place, th.number(0))
         with th.branch(th.every(th.under(place, plan.padded), th.compare(place, "uge", plan.entries))):
             th.store_shared(flat, place, th.number(-1))
     if plan.choice is not None:
-        _choose(plan, plan.choice, given[0], flat, own_weights)
+        _choose(plan, plan.choice, given, flat, own_weights)
     th.warpgroup_barrier()
 
     zeros = [th.number(0) for _ in own]

@@ -158,6 +158,45 @@ def store_out(
     tile.foreach(store)
 
 
+def _zero_rows_interpreted(
+    target: Any, experts: Any, cta: Any, *, entries: int, ctas: int, shape: tuple[int, int, int]
+) -> None:
+    top_k = shape[0]
+    for turn in range(-(-entries // ctas)):
+        entry = jnp.minimum(cta + turn * ctas, entries - 1)
+
+        @pl.when((cta + turn * ctas < entries) & (experts[entry] < 0))
+        def _(entry=entry):
+            row = target.at[lax.rem(entry, top_k), lax.div(entry, top_k)]
+            row[...] = jnp.zeros(shape[2:], target.dtype)
+
+
+@thread_op(args=(GLOBAL, GLOBAL, SCALAR), interpret=_zero_rows_interpreted)
+def zero_rows(target: Any, experts: Any, cta: Any, *, entries: int, ctas: int, shape: tuple[int, int, int]) -> None:
+    """Zeros for those entries that are nobody's, a part of them by each CTA.
+
+    Args:
+      target: `[k, T, D]` float32 in global memory, of this shape.
+      experts: of all entries, in shared memory, below zero where nobody takes one.
+    """
+    top_k, tokens, hidden = shape
+    base, of_entries = th.word_address(target, th.number(0)), th.address(experts, space=3)
+
+    @th.fori(th.number(-(-entries // ctas)), [])
+    def _(turn: Any, carry: list) -> list:
+        entry = th.add(th.mul(turn, ctas), cta)
+        inside = th.under(entry, entries)
+        expert = th.shared_word(of_entries, th.select(inside, entry, th.number(0)))
+        with th.branch(th.every(inside, th.compare(expert, "slt", 0))):
+            row = th.widen_index(th.add(th.mul(th.rem(entry, top_k), tokens), th.div(entry, top_k)))
+            start = th.add(base, th.mul(row, hidden * 4))
+            for first in range(0, hidden // 4, WARPGROUP):
+                quad = th.add(th.thread(), first)
+                where = th.offset(start, th.mul(quad, 16))
+                th.when(th.under(quad, hidden // 4), "st.global.v4.b32 [$0], {$1, $1, $1, $1};", where, th.number(0))
+        return carry
+
+
 @thread_op(args=(GLOBAL, GLOBAL, SCALAR, SCALAR), interpret=lambda *_, **__: None)
 def touch_tiles(source: Any, experts: Any, begin: Any, end: Any, *, tiles: int, parts: int) -> None:
     """Brings to the L2 what lies beside the tiles of work items `begin` to `end`, 128 at most: 64 numbers of two bytes for each.
