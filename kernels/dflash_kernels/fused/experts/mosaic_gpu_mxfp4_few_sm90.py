@@ -58,7 +58,7 @@ def scratch(plan: Mxfp4Plan, dtype: Any) -> dict[str, Any]:
         "rows": shared((2, width, plan.columns, TILE), dtype, transforms=TILED),
         "kept": shared((KEPT, consumers, TILE, plan.columns), jnp.float32),
         "sorted": shared((plan.padded,), jnp.int32), "shares": shared((plan.padded,), jnp.float32),
-        "spare": shared((2 * plan.padded + plan.threads,), jnp.int32), "groups": shared((3 * plan.groups + 1,), jnp.int32),
+        "spare": shared((plan.spare,), jnp.int32), "groups": shared((3 * plan.groups + 1,), jnp.int32),
         "sorted_in": plgpu.Barrier(), "rows_in": plgpu.Barrier(num_barriers=2),
         "weights_in": plgpu.Barrier(num_barriers=plan.stages),
         "empty_in": plgpu.Barrier(num_arrivals=consumers, num_barriers=plan.stages),

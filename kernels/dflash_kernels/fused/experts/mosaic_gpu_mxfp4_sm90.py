@@ -96,7 +96,7 @@ def scratch(plan: Mxfp4Plan, dtype: Any) -> dict[str, Any]:
         "x_sm": plgpu.SMEM((plan.x_stages, plan.consumers, plan.columns, TILE), dtype, transforms=TILED),
         "x_ring": ring(plan.x_stages),
         "sorted": plgpu.SMEM((plan.padded,), jnp.int32), "shares": plgpu.SMEM((plan.padded,), jnp.float32),
-        "spare": plgpu.SMEM((2 * plan.padded + plan.threads,), jnp.int32), "groups": plgpu.SMEM((3 * plan.groups + 1,), jnp.int32),
+        "spare": plgpu.SMEM((plan.spare,), jnp.int32), "groups": plgpu.SMEM((3 * plan.groups + 1,), jnp.int32),
         "is_sorted": plgpu.Barrier(),
     }  # fmt: skip
     if plan.consumers > 1:

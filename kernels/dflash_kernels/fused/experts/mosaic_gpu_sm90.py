@@ -78,7 +78,7 @@ def _scratch(plan: Plan, dtype: Any) -> dict[str, Any]:
         "w_sm": plgpu.SMEM((plan.stages, 2 * ROWS, BLOCK), dtype, transforms=TILED), "w_ring": (w_full, w_empty),
         "x_sm": plgpu.SMEM((plan.x_stages, UNIT, plan.columns, BLOCK), dtype, transforms=TILED), "x_ring": (x_ring, x_ring),
         "sorted": plgpu.SMEM((plan.padded,), jnp.int32), "shares": plgpu.SMEM((plan.padded,), jnp.float32),
-        "spare": plgpu.SMEM((2 * plan.padded + plan.threads,), jnp.int32), "groups": plgpu.SMEM((3 * plan.groups + 1,), jnp.int32),
+        "spare": plgpu.SMEM((plan.spare,), jnp.int32), "groups": plgpu.SMEM((3 * plan.groups + 1,), jnp.int32),
         "is_sorted": plgpu.Barrier(),
     }  # fmt: skip
 

@@ -10,7 +10,7 @@ FEWER_ROWS = 48, 40  # of a work item
 UNIT = 2  # blocks of activations in one stage
 SHARED = 222 * 1024  # bytes, less what barriers take
 X_SHARED = 32 * 1024
-LOOK = 16  # entries that a thread looks at together while it sorts
+WARPS = 4  # that sort
 MOST_EXPERTS = 640  # five for each thread that sorts
 MOST_ENTRIES = 4608  # those of 512 tokens that take eight experts and a shared one
 MOST_CHOOSING = 16  # tokens for which every CTA chooses
@@ -74,8 +74,8 @@ class Plan:
 
     @property
     def padded(self) -> int:
-        """Entries in as many as are looked at together."""
-        return -(-self.entries // LOOK) * LOOK
+        """Entries in whole vectors."""
+        return -(-self.entries // WARPS) * WARPS
 
     @property
     def routed(self) -> int:
@@ -96,6 +96,11 @@ class Plan:
     def threads(self) -> int:
         """Experts in whole warpgroups: each thread sorts for its own."""
         return _threads(self.experts)
+
+    @property
+    def spare(self) -> int:
+        """Words that sorting takes: experts and weights of entries, what each warp counts, and sums of warps."""
+        return 2 * self.padded + WARPS * self.threads + self.threads // 128 * WARPS
 
     @property
     def gated_tiles(self) -> int:
@@ -123,7 +128,8 @@ def _threads(experts: int) -> int:
 def tables_size(entries: int, experts: int, columns: int) -> int:
     """Bytes of shared memory that sorted entries and barriers take, at most."""
     groups = min(experts, entries) + entries // columns
-    return 4 * (4 * (entries + LOOK) + 3 * groups + 1 + max(_threads(experts), 256)) + 4 * 128
+    counts = WARPS * _threads(experts) + _threads(experts) // 128 * WARPS
+    return 4 * (4 * (entries + WARPS) + 3 * groups + 1 + counts) + 8 * 128
 
 
 def plan(

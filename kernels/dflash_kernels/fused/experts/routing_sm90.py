@@ -3,8 +3,9 @@
 Every CTA sorts for itself, in shared memory. For many tokens the router is a launch of its own.
 """
 
+import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,13 +14,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from dflash_kernels.core.device import WARP, WARPGROUP
-from dflash_kernels.fused.experts.plan import LOOK, NOBODY, Choice, Plan
+from dflash_kernels.fused.experts.plan import NOBODY, WARPS, Choice, Plan
 from dflash_kernels.fused.experts.reference import chosen
 from dflash_kernels.mosaic_gpu import ptx as th
 from dflash_kernels.mosaic_gpu.thread_op import GLOBAL, SCALAR, kernel, thread_op
 
-_WARPS, _VECTOR = WARPGROUP // WARP, 4
 _SIGN = 1 << 31
+_LOWER_LANES = "{ .reg .b32 mask; shl.b32 mask, 1, $2; sub.u32 mask, mask, 1; and.b32 $0, $1, mask; }"
 _PLACES = 1 << 16  # more than entries: what is packed above them counts groups
 
 
@@ -38,7 +39,7 @@ def choices(
 
     body.__name__ = "choose_experts"
     kinds = jax.ShapeDtypeStruct((plan.entries,), jnp.int32), jax.ShapeDtypeStruct((plan.entries,), jnp.float32)
-    grid = {"grid": (-(-plan.tokens // _WARPS),), "grid_names": ("cta",)}
+    grid = {"grid": (-(-plan.tokens // WARPS),), "grid_names": ("cta",)}
     experts, weights = kernel(body, out_type=kinds, **grid, interpret=interpret)(*given)
     return experts, weights
 
@@ -47,8 +48,8 @@ def choices(
 
 
 def _tokens_chosen(given: list[Any], entries: Any, weights: Any, cta: Any, *, plan: Plan, choice: Choice) -> None:
-    for warp in range(_WARPS):
-        token = cta * _WARPS + warp
+    for warp in range(WARPS):
+        token = cta * WARPS + warp
 
         @pl.when(token < plan.tokens)
         def _(token: Any = token) -> None:
@@ -72,7 +73,7 @@ def _chosen(plan: Plan, choice: Choice, logits: Any, first: Sequence[Any]) -> tu
 @thread_op(args=(GLOBAL, GLOBAL, GLOBAL, SCALAR), interpret=_tokens_chosen)
 def _choose_tokens(given: list[Any], entries: Any, weights: Any, cta: Any, *, plan: Plan, choice: Choice) -> None:
     lane, warp = _lane_and_warp()
-    token = th.add(th.mul(cta, _WARPS), warp)
+    token = th.add(th.mul(cta, WARPS), warp)
     with th.branch(th.under(token, plan.tokens)):
         _choose_one(plan, choice, given, token, lane, [(entries, "global"), (weights, "global")])
 
@@ -86,9 +87,9 @@ def _choose(plan: Plan, choice: Choice, given: list[Any], entries: Any, weights:
     """
     lane, warp = _lane_and_warp()
 
-    @th.fori(th.number(-(-plan.tokens // _WARPS)), [])
+    @th.fori(th.number(-(-plan.tokens // WARPS)), [])
     def _(turn: Any, carry: list) -> list:
-        token = th.add(th.mul(turn, _WARPS), warp)
+        token = th.add(th.mul(turn, WARPS), warp)
         with th.branch(th.under(token, plan.tokens)):
             _choose_one(plan, choice, given, token, lane, [(entries, "shared"), (weights, "shared")])
         return carry
@@ -206,7 +207,7 @@ def _summed(value: Any) -> Any:
     return value
 
 
-# Counting sort by expert: every thread of a warpgroup counts and places the entries of its own experts
+# Counting sort by expert: a warp counts and places a part of the entries, 32 at a time
 
 
 def _sort_interpreted(given: list[Any], tables: list[Any], *, plan: Plan) -> None:
@@ -243,7 +244,7 @@ def _unsorted(plan: Plan) -> bool:
 
 @thread_op(args=(GLOBAL, GLOBAL), interpret=_sort_interpreted)
 def sort_entries(given: list[Any], tables: list[Any], *, plan: Plan) -> None:
-    """Writes the tables of a CTA in two rounds over all entries, one that counts and one that places.
+    """Writes the tables of a CTA in two rounds over all entries, one that counts and one that places: all CTAs have the same.
 
     Args:
       given: expert and weight of each entry, `[T * k]` in global memory; with `plan.choice`, what `choices` is given.
@@ -255,37 +256,29 @@ def sort_entries(given: list[Any], tables: list[Any], *, plan: Plan) -> None:
         _tell(plan, given[0], order, shares, groups)
         th.warpgroup_barrier()
         return
-    counts, own_weights = (th.add(flat, 4 * place) for place in (plan.padded, plan.padded + plan.threads))
-    own = [th.add(th.thread(), first) for first in range(0, plan.threads, WARPGROUP)]
-    for first in range(0, plan.padded, WARPGROUP):
-        place = th.add(th.thread(), first)
-        if plan.choice is None:
+    own_weights = th.add(flat, 4 * plan.padded)
+    counts = th.add(own_weights, 4 * plan.padded)
+    sums_of_warps = th.add(counts, 4 * WARPS * plan.threads)
+    for first in range(0, WARPS * plan.threads, WARPGROUP):
+        th.store_shared(counts, th.add(th.thread(), first), th.number(0))
+    if plan.choice is None:
+        for first in range(0, plan.entries, WARPGROUP):
+            place = th.add(th.thread(), first)
             with th.branch(th.under(place, plan.entries)):
                 th.store_shared(flat, place, th.global_word(given[0], place))
-        if plan.among is not None:
-            # Places behind the last entry that somebody takes are looked at as well.
-            with th.branch(th.under(place, plan.padded)):
-                th.store_shared(order, place, th.number(0))
-        with th.branch(th.every(th.under(place, plan.padded), th.compare(place, "uge", plan.entries))):
-            th.store_shared(flat, place, th.number(-1))
-    if plan.choice is not None:
+                th.store_shared(own_weights, place, th.global_word(given[1], place))
+    else:
         _choose(plan, plan.choice, given, flat, own_weights)
     th.warpgroup_barrier()
+    _each_entry(plan, flat, counts, lambda *_: None)
+    th.warpgroup_barrier()
 
-    zeros = [th.number(0) for _ in own]
-
-    @th.fori(th.number(plan.padded // LOOK), zeros)
-    def counted(step: Any, carry: list) -> list:
-        for value in _entries(flat, step):
-            carry = [th.add(count, _one(value, expert)) for count, expert in zip(carry, own, strict=True)]
-        return carry
-
-    found = counted.results
-    sums = _sums_before([_packed(plan, count) for count in found], counts)
-    places = [th.bit_and(value, _PLACES - 1) for value in sums]
-    numbers = [th.div(value, _PLACES) for value in sums]
-    for expert, count, place, first in zip(own, found, places, numbers, strict=True):
-        full = _groups(plan, count)
+    own = [th.add(th.thread(), first) for first in range(0, plan.threads, WARPGROUP)]
+    of_warps = [[th.shared_word(counts, th.add(expert, warp * plan.threads)) for warp in range(WARPS)] for expert in own]
+    found = [functools.reduce(th.add, each) for each in of_warps]
+    sums = _sums_before([_packed(plan, count) for count in found], sums_of_warps)
+    for expert, count, each, value in zip(own, found, of_warps, sums, strict=True):
+        full, first, place = _groups(plan, count), th.div(value, _PLACES), th.bit_and(value, _PLACES - 1)
 
         @th.fori(full, [])
         def _(index: Any, carry: list, expert=expert, count=count, place=place, first=first) -> list:
@@ -297,24 +290,47 @@ def sort_entries(given: list[Any], tables: list[Any], *, plan: Plan) -> None:
 
         with th.branch(_equal(expert, th.number(plan.experts - 1))):
             th.store_shared(groups, th.number(3 * plan.groups), th.add(first, full))
+        for warp, its in enumerate(each):
+            th.store_shared(counts, th.add(expert, warp * plan.threads), place)
+            place = th.add(place, its)
+    th.warpgroup_barrier()
 
-    @th.fori(th.number(plan.padded // LOOK), list(places))
+    def store(entry: Any, place: Any) -> None:
+        th.store_shared(order, place, entry)
+        th.store_shared(shares, place, th.shared_word(own_weights, entry))
+
+    _each_entry(plan, flat, counts, store)
+    th.warpgroup_barrier()
+
+
+def _each_entry(plan: Plan, flat: Any, counts: Any, work: Callable[[Any, Any], None]) -> None:
+    """`work(entry, count)` for entries that are somebody's, where count is what this warp has counted for its expert before.
+
+    Args:
+      flat: experts of entries; counts: of each warp for each expert, which go on from what they are.
+    """
+    lane, warp = _lane_and_warp()
+    steps = -(-plan.entries // (WARP * WARPS))
+    of_warp = th.add(counts, th.mul(warp, 4 * plan.threads))
+
+    @th.fori(th.number(steps), [])
     def _(step: Any, carry: list) -> list:
-        for lane, value in enumerate(_entries(flat, step)):
-            for index, expert in enumerate(own):
-                address, entry = th.add(order, th.mul(carry[index], 4)), th.add(th.mul(step, LOOK), th.number(lane))
-                th.when(_equal(value, expert), "st.shared.b32 [$0], $1;", address, entry)
-            carry = [th.add(place, _one(value, expert)) for place, expert in zip(carry, own, strict=True)]
+        entry = th.add(th.mul(th.add(th.mul(warp, steps), step), WARP), lane)
+        inside = th.under(entry, plan.entries)
+        read = th.shared_word(flat, th.select(inside, entry, th.number(0)))
+        expert = th.select(inside, read, th.number(NOBODY))
+        somebodys = th.compare(expert, "sge", 0)
+        where = th.select(somebodys, expert, th.number(0))
+        alike = th.inline("match.any.sync.b32 $0, $1, 0xffffffff;", expert, returns=th.i32(), convergent=True)
+        before = th.bits_set(th.inline(_LOWER_LANES, alike, lane, returns=th.i32()))
+        count = th.shared_word(of_warp, where)
+        th.inline("bar.warp.sync 0xffffffff;", convergent=True)
+        with th.branch(somebodys):
+            work(entry, th.add(count, before))
+            with th.branch(_equal(before, th.number(0))):
+                th.store_shared(of_warp, where, th.add(count, th.bits_set(alike)))
+        th.inline("bar.warp.sync 0xffffffff;", convergent=True)
         return carry
-
-    th.warpgroup_barrier()
-    for first in range(0, plan.entries, WARPGROUP):
-        place = th.add(th.thread(), first)
-        with th.branch(th.under(place, plan.entries)):
-            entry = th.shared_word(order, place)
-            share = th.shared_word(own_weights, entry) if plan.choice is not None else th.global_word(given[1], entry)
-            th.store_shared(shares, place, share)
-    th.warpgroup_barrier()
 
 
 def _tell(plan: Plan, logits: Any, order: Any, shares: Any, groups: Any) -> None:
@@ -352,28 +368,17 @@ def _sums_before(values: list, spare: Any) -> list:
             reaches = th.compare(lane, "uge", distance)
             upto = th.add(upto, th.select(reaches, other, th.number(0)))
         with th.branch(_equal(lane, th.number(WARP - 1))):
-            th.store_shared(spare, th.add(warp, index * _WARPS), upto)
+            th.store_shared(spare, th.add(warp, index * WARPS), upto)
         sums.append(th.sub(upto, value))
     th.warpgroup_barrier()
     wholes = [value for step in range(len(values)) for value in _shared_vector(spare, th.number(step))]
     for index in range(len(values)):
-        for place, whole in enumerate(wholes[: (index + 1) * _WARPS]):
-            earlier = th.compare(th.number(place), "ult", th.add(warp, index * _WARPS))
+        for place, whole in enumerate(wholes[: (index + 1) * WARPS]):
+            earlier = th.compare(th.number(place), "ult", th.add(warp, index * WARPS))
             sums[index] = th.add(sums[index], th.select(earlier, whole, th.number(0)))
     return sums
 
 
-def _one(value: Any, expert: Any) -> Any:
-    return th.as_word(_equal(value, expert))
-
-
-def _entries(base: Any, step: Any) -> list:
-    """`LOOK` neighbouring words of shared memory, all asked for before the first one is looked at."""
-    vectors = LOOK // _VECTOR
-    asked = [_shared_vector(base, th.add(th.mul(step, vectors), place)) for place in range(vectors)]
-    return [value for vector in asked for value in vector]
-
-
 def _shared_vector(base: Any, step: Any) -> list:
-    """Four neighbouring words of shared memory."""
-    return th.load(th.add(base, th.mul(step, 4 * _VECTOR)), _VECTOR, op="ld.shared")
+    """Words of all warps, neighbours in shared memory."""
+    return th.load(th.add(base, th.mul(step, 4 * WARPS)), WARPS, op="ld.shared")
