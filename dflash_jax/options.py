@@ -252,7 +252,7 @@ class LoadOptions:
         with one scale per row; experts stay in `dtype`. "fp8_dynamic" (W8A8) also rounds activations where 64 rows or more are
         multiplied at once: faster for prompts and many requests, but logits then depend on how many tokens are computed together.
         Texts are those of the rounded target. "mxfp4" leaves experts that were released in MXFP4 in their four bits; other
-        weights, and the drafter's, stay in `dtype`. On one Hopper GPU in bfloat16 None does so too, as a kernel reads them there.
+        weights, and the drafter's, stay in `dtype`. On Hopper GPUs in bfloat16 None does so too, as a kernel reads them there.
       draft_weight_dtype: the same for the drafter alone; None is `weight_dtype`. Only proposals change, no text. A drafter that
         proposes with the target's head keeps a copy of it in eight bits.
       attention_output: for targets with latent attention and `weight_dtype="fp8_dynamic"`: what attention gives is rounded, however

@@ -84,7 +84,8 @@ def weight_shapes(
         if ranks is None:
             shapes[family.role] = jax.eval_shape(partial(_kept, config, dtype, rows, kind=kind), shapes[family.role])
         else:
-            shapes[family.role] = jax.eval_shape(partial(_kept_share, kind=kind), shapes[family.role])
+            keep = partial(_kept_share, config, share=ranks.count, kind=kind)
+            shapes[family.role] = jax.eval_shape(keep, shapes[family.role])
         if family.role == "draft":
             shapes[family.role] |= jax.eval_shape(
                 partial(_copied_head, cast(DFlashConfig, config), kind=kind), shapes.get("target", {})
@@ -129,7 +130,7 @@ def completed(
     for config, family in models:
         kind = draft_weight_dtype or weight_dtype if family.role == "draft" else weight_dtype
         params = _derived(config, family, placed[family.role], ranks)
-        result[family.role] = _kept_shares(params, kind, ranks)
+        result[family.role] = _kept_shares(config, params, kind, ranks)
         if family.role == "draft":
             result["draft"] |= _copied_head(cast(DFlashConfig, config), result["target"], kind, ranks)
     return result
@@ -262,8 +263,8 @@ def read_weights(
         params = _derived(target.config, target.family, target.load(dtype.name, ranks, arrived), ranks)
         if observe is not None:
             observe(params)
-        if ranks is None and _tiled(target.config, dtype, weight_dtype):
-            check_scales(params)
+        if _tiled(target.config, params, weight_dtype, 1 if ranks is None else ranks.count):
+            check_scales(params, ranks)
         weights = {"target": _kept(target.config, dtype, rows, params, weight_dtype, ranks)}
     if drafter is not None:
         params = drafter.load(dtype.name, ranks, arrived)
@@ -303,8 +304,8 @@ def _kept(
     ranks: Ranks | None = None,
 ) -> dict[str, Weight]:
     if ranks is not None:
-        return _kept_shares(params, kind, ranks)
-    if _tiled(config, dtype, kind):
+        return _kept_shares(config, params, kind, ranks)
+    if _tiled(config, params, kind):
         return tile_experts(config, params)
     if kind not in RELEASED:
         params = dequantize_weights(params)
@@ -313,23 +314,32 @@ def _kept(
     return {**(block_columns(params) if blocks_pay(config, dtype, rows) else params)}
 
 
-def _kept_shares(params: dict[str, Array], kind: WeightDtype | None, ranks: Ranks) -> dict[str, Weight]:
+def _kept_shares(
+    config: DecoderConfig, params: dict[str, Array], kind: WeightDtype | None, ranks: Ranks
+) -> dict[str, Weight]:
     """`_kept` of arrays that ranks share."""
+    if _tiled(config, params, kind, ranks.count):
+        return tile_experts(config, params, ranks)
     if kind not in RELEASED:
         params = dequantize_weights(params)
     return quantize_shares(params, kind, ranks) if _rounds(kind) else {**params}
 
 
-def _kept_share(params: dict[str, Array], kind: WeightDtype | None) -> dict[str, Weight]:
-    """The same of what one rank holds."""
+def _kept_share(
+    config: DecoderConfig, params: dict[str, Array], *, share: int, kind: WeightDtype | None
+) -> dict[str, Weight]:
+    """The same of what one of `share` ranks holds."""
+    if _tiled(config, params, kind, share):
+        return tile_experts(config, {**params}, share=share)
     if kind not in RELEASED:
         params = dequantize_weights({**params})
     return quantize_weights(params, kind) if _rounds(kind) else {**params}
 
 
-def _tiled(config: DecoderConfig, dtype: jnp.dtype, kind: WeightDtype | None) -> bool:
-    """Whether experts that were released in MXFP4 are kept in tiles."""
-    return not _rounds(kind) and getattr(config, "mxfp4", False) and tiles_pay(config, dtype)
+def _tiled(config: DecoderConfig, params: Mapping[str, Any], kind: WeightDtype | None, ranks: int = 1) -> bool:
+    """Whether experts that were released in MXFP4 are kept in tiles, each rank's its own."""
+    dtypes = {one.dtype for one in params.values() if isinstance(one, Mxfp4)}
+    return not _rounds(kind) and any(tiles_pay(config, dtype, ranks) for dtype in dtypes)
 
 
 def _rounds(kind: WeightDtype | None) -> TypeGuard[WeightDtype]:

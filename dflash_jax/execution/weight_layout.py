@@ -13,7 +13,7 @@ fewer bytes are read than of sixteen bits.
 """
 
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -34,6 +34,7 @@ from dflash_jax.execution import switches
 from dflash_jax.execution.plan import MATRICES, CallShape, choose
 from dflash_jax.models.dflash_config import DFlashConfig
 from dflash_jax.models.registry import layer_traits
+from dflash_jax.parallel.ranks import Ranks
 from dflash_jax.quantization.mxfp4 import Mxfp4
 
 # Multiplied by XLA in some calls.
@@ -81,37 +82,67 @@ def _is_blocked(name: str) -> bool:
     return name.startswith("layers.") and name.endswith(MATRICES) and name not in _IN_ROWS
 
 
-def tiles_pay(config: DecoderConfig, dtype: Any) -> bool:
-    """Whether a kernel reads a model's experts in MXFP4, on the device that is traced for."""
+def tiles_pay(config: DecoderConfig, dtype: Any, ranks: int = 1) -> bool:
+    """Whether a kernel reads a model's experts in MXFP4, or each rank's share of them, on the device that is traced for."""
     experts = layer_traits(config).experts
     if experts is None or not switches.FOUR_BITS:
         return False
-    sizes = {"experts": experts.count, "hidden": config.hidden_size, "inner": experts.inner}
+    sizes = {"experts": experts.of_rank(ranks).count, "hidden": config.hidden_size, "inner": experts.inner}
     return mxfp4_mixture_refusal(1, experts.per_token, jnp.dtype(dtype), **sizes) is None
 
 
-def check_scales(params: Mapping[str, Any]) -> None:
+def check_scales(params: Mapping[str, Any], ranks: Ranks | None = None) -> None:
     """Raises CheckpointError where matrices in MXFP4 have scales so large that tiles have no room for them."""
-    largest = {name: jnp.max(one.scales) for name, one in params.items() if isinstance(one, Mxfp4)}
-    for name, scale in largest.items():
-        if (found := int(scale)) > MXFP4_MOST_SCALE:
+    largest = _largest if ranks is None else _largest_of(ranks)
+    found = {name: largest(one.scales) for name, one in params.items() if isinstance(one, Mxfp4)}
+    for name, scale in found.items():
+        if (scale := int(scale)) > MXFP4_MOST_SCALE:
             most = MXFP4_MOST_SCALE - 127
             raise CheckpointError(
                 name,
-                f"scales up to 2^{found - 127} were found, experts in MXFP4 have 2^{most} at most: take the published release",
+                f"scales up to 2^{scale - 127} were found, experts in MXFP4 have 2^{most} at most: take the published release",
             )
 
 
-@partial(jax.jit, static_argnames=("count", "gated"))
-def _in_tiles(matrix: Mxfp4, *, count: int, gated: bool) -> Mxfp4Tiles:
+_largest = jax.jit(jnp.max)
+
+
+@cache
+def _largest_of(ranks: Ranks) -> Callable[[Array], Array]:
+    """`_largest` of an array that ranks share, which all of them have then."""
+    return jax.jit(jnp.max, out_shardings=ranks.whole)
+
+
+def _tiles(matrix: Mxfp4, *, count: int, gated: bool) -> Mxfp4Tiles:
     blocks, scales = (one.reshape(count, -1, *one.shape[1:]) for one in (matrix.blocks, matrix.scales))
     return mxfp4_tiles(blocks, scales, gated=gated, dtype=matrix.dtype)
 
 
-def tile_experts(config: DecoderConfig, params: dict[str, Any]) -> dict[str, Any]:
-    """A model's parameters with its matrices in MXFP4 as tiles, in `params` itself: no two copies at a time."""
+_in_tiles = jax.jit(_tiles, static_argnames=("count", "gated"))
+
+
+@cache
+def _shares_in_tiles(ranks: Ranks, *, count: int, gated: bool) -> Callable[[Mxfp4], Mxfp4Tiles]:
+    """`_tiles` of what each rank has, side by side: one function for all matrices, compiled once for each shape."""
+    cut = ranks.along(0).spec
+    tiles = partial(_tiles, count=count, gated=gated)
+    return jax.jit(jax.shard_map(tiles, mesh=ranks.mesh, in_specs=(cut,), out_specs=cut, check_vma=False))
+
+
+def tile_experts(
+    config: DecoderConfig, params: dict[str, Any], ranks: Ranks | None = None, *, share: int = 1
+) -> dict[str, Any]:
+    """A model's parameters with its matrices in MXFP4 as tiles, in `params` itself: no two copies at a time.
+
+    Args:
+      ranks: who shares `params`, each of which gets tiles of its experts.
+      share: of how many ranks `params` are one's own.
+    """
     experts = layer_traits(config).experts
     assert experts is not None
+    count = experts.of_rank(share if ranks is None else ranks.count).count
     for name in [name for name, one in params.items() if isinstance(one, Mxfp4)]:
-        params[name] = _in_tiles(params.pop(name), count=experts.count, gated=name.endswith("gate_up_proj.weight"))
+        how: dict[str, Any] = {"count": count, "gated": name.endswith("gate_up_proj.weight")}
+        in_tiles = partial(_in_tiles, **how) if ranks is None else _shares_in_tiles(ranks, **how)
+        params[name] = in_tiles(params.pop(name))
     return params

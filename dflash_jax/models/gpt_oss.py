@@ -36,7 +36,7 @@ from dflash_jax.models.moe import own_choices, rows_times
 from dflash_jax.models.parameters import Parameter, Source, single
 from dflash_jax.models.qwen3 import qwen3_canonical
 from dflash_jax.models.traits import ExpertTraits, LayerTraits, decoder_traits
-from dflash_jax.parallel.collectives import ranks_here, reduced
+from dflash_jax.parallel.collectives import own_rank, ranks_here, reduced
 from dflash_jax.parallel.cut import by_rows
 from dflash_jax.quantization.mxfp4 import BLOCK, Mxfp4, dequantize
 
@@ -252,10 +252,11 @@ class BiasedExperts(nnx.Module):
     def parts(
         self, x: Float[Array, "T D"], router: BiasedRouter, logits: Float[Array, "T E"], exchange: Any = None
     ) -> Float[Array, "n T D"]:
-        """Weighted outputs of a token's experts, float32, still to be added, by the kernel that reads tiles. Nothing differentiates
-        this."""
+        """Weighted outputs of a token's experts, float32, still to be added, by the kernel that reads tiles. If ranks share
+        experts, those of this one. Nothing differentiates this."""
         (gate_up, first), (down, last) = (self._by_expert(one) for one in (self.gate_up_proj, self.down_proj))
         how = {"taken": router.taken, "alpha": self.alpha, "limit": self.limit, "exchange": exchange}
+        how["first"] = own_rank() * self.count if ranks_here() > 1 else None
         return mxfp4_mixture(logits, x, gate_up, first, down, last, **how)
 
     def chosen(
@@ -339,7 +340,7 @@ class BiasedMoE(nnx.Module):
         if self.experts.streams(min(rows.shape[0], _MOST_ROWS), self.router.taken, x.dtype):
             some = [rows[first : first + _MOST_ROWS] for first in range(0, rows.shape[0], _MOST_ROWS)]
             parts = (self.experts.parts(one, self.router, self.router.logits(one)) for one in some)
-            return jnp.concatenate([one.sum(axis=0).astype(x.dtype) for one in parts]).reshape(x.shape)
+            return reduced(jnp.concatenate([one.sum(axis=0).astype(x.dtype) for one in parts])).reshape(x.shape)
         return reduced(self.experts(rows, *self.router(rows))).reshape(x.shape)
 
     def beside(self, x: Float[Array, "... D"]) -> None:

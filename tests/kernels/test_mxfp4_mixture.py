@@ -145,18 +145,57 @@ def test_one_token_leaves_out_no_item(taken: int, hidden: int, inner: int, ctas:
         assert set(steps) == {12, 15}
 
 
-def shapes(tokens: int, count: int, hidden: int, inner: int) -> dict[str, Any]:
-    """Of a call."""
+def share(call: dict[str, Any], first: int, count: int) -> dict[str, Any]:
+    """The call with the matrices and biases of `count` experts from `first` on."""
+    kept, own = slice(first, first + count), {name: call[name] for name in ("gate_up", "down")}
+    tiles = {name: Mxfp4Tiles(one.words[kept], one.gated, one.dtype) for name, one in own.items()}
+    biases = {f"{name}_bias": call[f"{name}_bias"][kept] for name in own}
+    return call | tiles | biases | {"first": jnp.int32(first)}
+
+
+def test_shares_of_the_experts_add_up() -> None:
+    """To what the definition gives of all of them, though a share has none of some token's."""
+    call, matrices = make(6, 6, 64, 64)
+    call |= {name: call[name].astype(jnp.float32) for name in ("x", "gate_up_bias", "down_bias")}
+    how: Any = {"taken": 2, "alpha": GATE.alpha, "limit": GATE.limit}
+    parts = [mxfp4_mixture(**share(call, first, 2), **how) for first in (0, 2, 4)]
+    true = true_values(call, matrices, 2)
+    np.testing.assert_allclose(jnp.stack(parts).sum(axis=(0, 1)), true, rtol=0, atol=1e-5 * np.abs(true).max())
+
+
+@pytest.mark.few("few")
+@pytest.mark.parametrize(
+    ("tokens", "taken", "hidden", "inner", "ctas"),
+    [(5, 2, 128, 64, 3), (17, 2, 64, 128, 3), (2, 2, 64, 384, 7), (1, 3, 192, 192, 4), (1, 1, 64, 64, 2)],
+    ids=["few", "chosen before", "in parts", "one", "nothing"],
+)
+def test_kernel_of_a_share(tokens: int, taken: int, hidden: int, inner: int, ctas: int) -> None:
+    """Rows of the others' choices are zeros in all parts; the first token takes none of the three experts here."""
+    call, matrices = make(tokens, 6, hidden, inner)
+    call["logits"] = call["logits"].at[0, :taken].set(9.0)
+    parts = plan(tokens, taken, 3, hidden, inner, ctas, GATE, chooses=tokens < 17, among=6).parts
+    assert parts == (3 if (tokens, inner) == (2, 384) else 1)
+    here = share(call, 3, 3)
+    found = launch(**here, taken=taken, gate=GATE, ctas=ctas, interpret=INTERPRET)
+    assert found.shape == (parts * taken, tokens, hidden)
+    assert not np.asarray(found)[:, 0].any()
+    if taken > 1 and tokens > 1:
+        others = launch(**share(call, 0, 3), taken=taken, gate=GATE, ctas=ctas, interpret=INTERPRET)
+        check(call, matrices, taken, jnp.concatenate([found, others]))
+
+
+def shapes(tokens: int, count: int, hidden: int, inner: int, among: int | None = None) -> dict[str, Any]:
+    """Of a call, with all experts or with `count` of `among`."""
     shaped = jax.ShapeDtypeStruct
 
     def matrix(rows: int, columns: int, gated: bool) -> Mxfp4Tiles:
         return Mxfp4Tiles(shaped((count, rows // 64, columns // 64, 4, 136), jnp.int32), gated, jnp.dtype("bfloat16"))
 
     return {
-        "logits": shaped((tokens, count), jnp.float32), "x": shaped((tokens, hidden), jnp.bfloat16),
+        "logits": shaped((tokens, among or count), jnp.float32), "x": shaped((tokens, hidden), jnp.bfloat16),
         "gate_up": matrix(2 * inner, hidden, True), "gate_up_bias": shaped((count, 2 * inner), jnp.bfloat16),
         "down": matrix(hidden, inner, False), "down_bias": shaped((count, hidden), jnp.bfloat16),
-    }  # fmt: skip
+    } | ({} if among is None else {"first": shaped((), jnp.int32)})  # fmt: skip
 
 
 @pytest.mark.few("1-32")
@@ -174,6 +213,22 @@ def test_lowers_for_an_h200(tokens: int, count: int) -> None:
     made = plan(tokens, 4, count, 2880, 2880, 132, GATE)
     assert made.stages * made.consumers * made.unit >= 18
     assert made.resident == (made.columns == 8)
+
+
+@pytest.mark.few("1-128-2")
+@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize("among", [32, 128])
+@pytest.mark.parametrize("tokens", [1, 8, 64, 512])
+def test_a_share_lowers_for_an_h200(tokens: int, among: int, ranks: int) -> None:
+    with h200():
+        program = jax.jit(
+            lambda call: mxfp4_mixture(**call, taken=4, alpha=1.702, limit=7.0, implementation="mosaic_gpu")
+        )
+        call = shapes(tokens, among // ranks, 2880, 2880, among)
+        text = program.trace(call).lower(lowering_platforms=("cuda",)).as_text()
+        assert text.count("@mosaic_gpu_v2") == 1 + (tokens > 16)
+    made = plan(tokens, 4, among // ranks, 2880, 2880, 132, GATE, among=among)
+    assert (made.alone, made.columns) == (False, plan(tokens, 4, among, 2880, 2880, 132, GATE).columns)
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -279,3 +334,26 @@ def test_full_size_agrees_with_float64(tokens: int) -> None:
     first, second = twice(call)
     check(call, matrices, 4, first)
     assert np.asarray(first).tobytes() == np.asarray(second).tobytes()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 3, 8, 16, 17, 64, 200])
+@pytest.mark.parametrize("shares", [1, 2, 4])
+def test_shares_in_full_size_add_up_to_float64(tokens: int, shares: int) -> None:
+    """Of eight experts in gpt-oss's sizes, of which the first token takes the last ones; in any share the same bits twice."""
+    call, matrices = make(tokens, 8, 2880, 2880)
+    call["logits"], count = call["logits"].at[0, 4:].set(9.0), 8 // shares
+
+    @jax.jit
+    def twice(call: dict[str, Any]) -> list[jax.Array]:
+        exchange = routed_experts_exchange(count)
+        how: Any = {"taken": 4, "alpha": GATE.alpha, "limit": GATE.limit, "implementation": "mosaic_gpu"}
+        return [mxfp4_mixture(**call, **how, exchange=exchange) for _ in range(2)]
+
+    found = []
+    for first in range(0, 8, count):
+        one, again = twice(share(call, first, count))
+        assert np.asarray(one).tobytes() == np.asarray(again).tobytes()
+        assert first >= 4 or count == 8 or not np.asarray(one)[:, 0].any()
+        found.append(one)
+    check(call, matrices, 4, jnp.concatenate(found))

@@ -94,6 +94,14 @@ def gpt_oss() -> Case:
     return Case(file, gpt_oss_reference.random_tensors(file, 2))
 
 
+def mxfp4() -> Case:
+    """The same with experts in four bits, which each GPU's kernel reads."""
+    made = gpt_oss()
+    assert made.tensors is not None
+    file = made.config | {"quantization_config": {"quant_method": "mxfp4"}}
+    return replace(made, config=file, tensors=gpt_oss_reference.packed(made.tensors))
+
+
 def gemma(kind: str, sizes: dict[str, Any], **allowed: Any) -> Case:
     file = gemma_reference.random_file(kind, 3, **sizes)
     return Case(file, gemma_reference.random_tensors(file, 3), **allowed)
@@ -109,6 +117,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "hybrid": lambda: Case(HYBRID),
     "hybrid_nccl": lambda: Case(HYBRID, delta=False),
     "gpt_oss": gpt_oss,
+    "mxfp4": mxfp4,
     "gemma3": lambda: gemma("gemma3", GEMMA),
     "gemma4": lambda: gemma("gemma4_moe", GEMMA4, exact=0.8, mean=0.3),
     "fp8_pages": lambda: Case(DENSE, options={"cache_dtype": "fp8", "calibration": CALIBRATION}, exact=0.8),

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from dflash_kernels.core.device import require_hopper, target
 from dflash_kernels.core.mxfp4 import PIECE, Mxfp4Tiles
@@ -38,7 +38,7 @@ def mxfp4_mixture_mosaic_gpu(*args: Any, **options: Any) -> Array:
 
 
 def launch(
-    logits: Float[Array, "T E"],
+    logits: Float[Array, "T A"],
     x: Float[Array, "T D"],
     gate_up: Mxfp4Tiles,
     gate_up_bias: Float[Array, "E twoF"],
@@ -47,6 +47,7 @@ def launch(
     *,
     taken: int,
     gate: Gate,
+    first: Int[Array, ""] | None = None,
     exchange: Any = None,
     ctas: int,
     interpret: Any = None,
@@ -54,34 +55,32 @@ def launch(
     """The implementation without the device check: for tests on the CPU (`interpret`)."""
     _require_bfloat16(x.dtype, gate_up_bias.dtype, down_bias.dtype)
     count, hidden, inner = down.shape
-    chooses = x.shape[0] <= MOST_CHOOSING
-    schedule = plan(x.shape[0], taken, count, hidden, inner, ctas, gate, chooses=chooses)
-    given, logits = (None, None), logits.reshape(-1).astype(jnp.float32)
-    if not chooses:
-        given = _choices(plan(x.shape[0], taken, count, hidden, inner, ctas, gate), logits, interpret)
+    among = None if first is None else logits.shape[1]
+    made = functools.partial(plan, x.shape[0], taken, count, hidden, inner, ctas, gate, among=among)
+    given = {"entries": logits.reshape(-1).astype(jnp.float32)}
+    given |= {} if first is None else {"first": jnp.reshape(first, 1).astype(jnp.int32)}
+    if not (chooses := x.shape[0] <= MOST_CHOOSING):
+        given = dict(zip(("entries", "weights"), _choices(made(), [*given.values()], interpret), strict=True))
     matrices = tuple(
         one for matrix, bias in ((gate_up, gate_up_bias), (down, down_bias))
         for one in (matrix.words.reshape(-1, PIECE), bias.reshape(-1))
     )  # fmt: skip
     exchange = jax.new_ref(jnp.zeros((most_groups(count),), jnp.int32)) if exchange is None else exchange
-    entries, weights = (logits, None) if chooses else given
-    out = _run(schedule, x, entries, weights, matrices, exchange, interpret)
+    out = _run(made(chooses=chooses), x, given, matrices, exchange, interpret)
     return out.reshape(-1, *x.shape)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2))
-def _choices(schedule: Mxfp4Plan, logits: Array, interpret: Any) -> tuple[Array, Array]:
+def _choices(schedule: Mxfp4Plan, given: list[Array], interpret: Any) -> tuple[Array, Array]:
     from dflash_kernels.fused.experts.routing_sm90 import choices
 
-    return choices(schedule, CHOICE, [logits], interpret)
+    return choices(schedule, CHOICE, given, interpret)
 
 
 # Compiled as a function of its own, so that the layers of a model share one trace and one lowering of the kernel.
-@functools.partial(jax.jit, static_argnums=(0, 6))
-def _run(
-    schedule: Mxfp4Plan, x: Array, entries: Any, weights: Any, matrices: Any, exchange: Any, interpret: Any
-) -> Array:
+@functools.partial(jax.jit, static_argnums=(0, 5))
+def _run(schedule: Mxfp4Plan, x: Array, given: dict[str, Array], matrices: Any, exchange: Any, interpret: Any) -> Array:
     # Not at the top: other machines need neither Pallas nor the time its import takes.
     from dflash_kernels.fused.experts import mosaic_gpu_mxfp4_sm90 as kernel
 
-    return kernel.experts(schedule, x, entries, weights, matrices, exchange, interpret)
+    return kernel.experts(schedule, x, given, matrices, exchange, interpret)

@@ -20,7 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from dflash_kernels.core.mxfp4 import PIECE, PIECES, SHIFT, TILE
 from dflash_kernels.fused.experts.plan_mxfp4 import KEPT, Mxfp4Plan
 from dflash_kernels.fused.experts.routing_sm90 import sort_entries
-from dflash_kernels.fused.experts.rows_sm90 import load_rows, store_out, touch_tiles
+from dflash_kernels.fused.experts.rows_sm90 import load_rows, store_out, touch_tiles, zero_rows
 from dflash_kernels.mosaic_gpu.counters import announce, await_announced_by
 from dflash_kernels.mosaic_gpu.layouts import TILED, row_of
 from dflash_kernels.mosaic_gpu.mxfp4 import add_kept, gated_bias, keep, store_gated, widened
@@ -232,10 +232,9 @@ def consume(cta: Cta, warpgroup: Any) -> None:
 
     @pl.when(warpgroup == 0)
     def _():
-        given = [cta.refs[name] for name in ("entries", "weights") if name in cta.refs]
-        tables = [cta.buffers[name] for name in ("sorted", "shares", "spare", "groups")]
-        sort_entries(given, tables, plan=cta.plan)
+        sort(cta)
         plgpu.barrier_arrive(cta.buffers["sorted_in"])
+        zero_others(cta)
 
     plgpu.barrier_wait(cta.buffers["sorted_in"])
 
@@ -249,6 +248,20 @@ def consume(cta: Cta, warpgroup: Any) -> None:
     items, _ = cta.work_items(of_item)
     # Every completion of a barrier is waited for.
     Ring(KEPT, None, added).drain(items)
+
+
+def sort(cta: Any) -> None:
+    """Writes the tables of a CTA, by one warpgroup."""
+    given = [cta.refs[name] for name in ("entries", "weights", "first") if name in cta.refs]
+    sort_entries(given, [cta.buffers[name] for name in ("sorted", "shares", "spare", "groups")], plan=cta.plan)
+
+
+def zero_others(cta: Any) -> None:
+    """Zeros for choices that others have, where the call has a share of the experts, by the warpgroup that sorted."""
+    plan = cta.plan
+    for part in range(0 if plan.among is None else plan.parts):
+        out, how = cta.refs["out"].at[part], {"entries": plan.entries, "ctas": plan.ctas}
+        zero_rows(out, cta.buffers["spare"], cta.index, **how, shape=cta.refs["out"].shape[1:])
 
 
 def mainloop(cta: Cta, warpgroup: Any, item: Item) -> Any:

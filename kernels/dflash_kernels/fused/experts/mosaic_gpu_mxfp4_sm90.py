@@ -26,7 +26,6 @@ from dflash_kernels.core.mxfp4 import PIECE, PIECES, SHIFT, TILE
 from dflash_kernels.fused.experts import mosaic_gpu_mxfp4_few_sm90 as few
 from dflash_kernels.fused.experts import mosaic_gpu_mxfp4_one_sm90 as one
 from dflash_kernels.fused.experts.plan_mxfp4 import Mxfp4Plan
-from dflash_kernels.fused.experts.routing_sm90 import sort_entries
 from dflash_kernels.fused.experts.rows_sm90 import gather_rows, store_out
 from dflash_kernels.mosaic_gpu import stages
 from dflash_kernels.mosaic_gpu.counters import announce, await_announced
@@ -45,8 +44,7 @@ GATED, DOWN = "gated", "down"
 def experts(
     plan: Mxfp4Plan,
     x: jax.Array,
-    entries: jax.Array,
-    weights: jax.Array | None,
+    routing: Mapping[str, jax.Array],
     matrices: Sequence[jax.Array],
     ready: Any,
     interpret: Any = None,
@@ -54,11 +52,12 @@ def experts(
     """`[parts, k, T, D]` float32.
 
     Args:
-      entries, weights: `[T * k]`; where the plan chooses, the logits `[T * E]` and None.
+      routing: `entries` and `weights` `[T * k]`; where the plan chooses, `entries` are the logits, one after the other, without
+        weights, and of a share of the experts `first [1]` is the number of the first one.
       matrices: pieces of the gated matrices' tiles `[pieces, 136]`, their biases `[E * 2F]`, and both of the second ones.
       ready: a Ref of `plan.groups` zeros or more that no other launch uses at the same time, and holds zeros afterwards.
     """
-    given = {"x": x, "entries": entries} | ({} if weights is None else {"weights": weights})
+    given = {"x": x, **routing}
     given |= dict(zip(("gate_up", "gate_up_bias", "down", "down_bias"), matrices, strict=True)) | {"ready": ready}
     results = {
         "inner": jax.ShapeDtypeStruct((plan.entries, plan.inner), x.dtype),
@@ -244,10 +243,9 @@ def consume(cta: Cta, warpgroup: Any) -> None:
 
     @pl.when(warpgroup == 0)
     def _():
-        given = [cta.refs[name] for name in ("entries", "weights") if name in cta.refs]
-        tables = [cta.buffers[name] for name in ("sorted", "shares", "spare", "groups")]
-        sort_entries(given, tables, plan=cta.plan)
+        few.sort(cta)
         plgpu.barrier_arrive(cta.buffers["is_sorted"])
+        few.zero_others(cta)
 
     plgpu.barrier_wait(cta.buffers["is_sorted"])
     items, _ = cta.work_items(lambda *item: _work_item(cta, warpgroup, *item))

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from dflash_kernels.core.dispatch import first_fitting
 from dflash_kernels.core.mxfp4 import Mxfp4Tiles
@@ -26,7 +26,7 @@ def mxfp4_mixture_refusal(tokens: int, taken: int, dtype: Any, *, experts: int, 
 
 
 def mxfp4_mixture(
-    logits: Float[Array, "T E"],
+    logits: Float[Array, "T A"],
     x: Float[Array, "T D"],
     gate_up: Mxfp4Tiles,
     gate_up_bias: Float[Array, "E twoF"],
@@ -36,6 +36,7 @@ def mxfp4_mixture(
     taken: int,
     alpha: float,
     limit: float,
+    first: Int[Array, ""] | None = None,
     exchange: Any = None,
     implementation: str | Sequence[str] | None = None,
 ) -> Float[Array, "n T D"]:
@@ -48,9 +49,11 @@ def mxfp4_mixture(
     Source: "gpt-oss-120b & gpt-oss-20b Model Card", arXiv 2508.10925, section 2.
 
     Args:
-      logits: float32.
+      logits: float32, of all experts.
       x: rows.
       gate_up: `[E, 2F, D]`, gated; down: `[E, D, F]`, not gated.
+      first: int32, the number of the first expert of the matrices and biases, where these have a share of the experts; A is E
+        without it. Rows of choices that others have are zeros.
       exchange: what `routed_experts_exchange` gave, made once for calls that follow one another; without it each makes its own.
       implementation: a name, names to try in order, or None for the best that takes the call.
 
@@ -62,12 +65,15 @@ def mxfp4_mixture(
       ValueError: shapes do not agree, or an array is of another kind than said.
       NoImplementationError: nothing named takes these arguments.
     """
-    check_axes(logits=(logits, "T E"), x=(x, "T D"))
+    check_axes(logits=(logits, "T A"), x=(x, "T D"))
     check_floats(logits=logits, x=x, gate_up_bias=gate_up_bias, down_bias=down_bias)
     check_count(taken=taken)
-    (count, both, hidden), expected = gate_up.shape, (x.shape[0], gate_up.shape[0])
-    if logits.shape != expected or not 0 < taken <= count:
-        raise ValueError(f"logits {logits.shape}, of which {taken} are taken, must be {expected}")
+    (count, both, hidden), (rows, scores) = gate_up.shape, logits.shape
+    fits = rows == x.shape[0] and (scores == count if first is None else scores >= count)
+    if not fits or not 0 < taken <= scores:
+        raise ValueError(
+            f"logits {logits.shape}, of which {taken} are taken, do not fit x {x.shape} and gate_up {gate_up.shape}"
+        )
     if not gate_up.gated or down.gated:
         raise ValueError(f"gate_up must be gated and down not, they are {gate_up.gated} and {down.gated}")
     if x.shape[1] != hidden or down.shape != (count, hidden, both // 2):
@@ -81,5 +87,5 @@ def mxfp4_mixture(
     with jax.named_scope("mxfp4_mixture"):
         return first_fitting(
             "mxfp4_mixture", IMPLEMENTATIONS, implementation, logits, x, gate_up, gate_up_bias, down, down_bias, taken=taken,
-            gate=Gate(plain(alpha), plain(limit)), exchange=exchange,
+            gate=Gate(plain(alpha), plain(limit)), first=first, exchange=exchange,
         )  # fmt: skip

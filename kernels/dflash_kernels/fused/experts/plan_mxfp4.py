@@ -80,7 +80,16 @@ class Mxfp4Plan(Plan):
 
 
 def plan(
-    tokens: int, top_k: int, experts: int, hidden: int, inner: int, ctas: int, gate: Gate, *, chooses: bool = True
+    tokens: int,
+    top_k: int,
+    experts: int,
+    hidden: int,
+    inner: int,
+    ctas: int,
+    gate: Gate,
+    *,
+    chooses: bool = True,
+    among: int | None = None,
 ) -> Mxfp4Plan:
     """Raises NotImplementedError with the reason for shapes that do not tile."""
     entries = tokens * top_k
@@ -93,29 +102,33 @@ def plan(
     if hidden % TILE or inner % TILE:
         raise NotImplementedError(f"takes widths in {TILE}s, not {hidden} and {inner}")
     units = hidden // TILE, inner // TILE
-    columns = next((size for size in (8, 16, 32) if entries <= experts * size * 2 // 5), 64)
+    everyones = among or experts
+    columns = next((size for size in (8, 16, 32) if entries <= everyones * size * 2 // 5), 64)
     consumers = next(count for count in CONSUMERS[columns > 8] if all(size % count == 0 for size in units))
     rows = 2 * max(hidden, inner) * columns * 2
     resident = columns == 8 and rows <= MOST_RESIDENT
     unit = next(u for u in UNITS if all(size % (consumers * u) == 0 for size in units)) if resident else 1
-    alone = resident and tokens == 1 and top_k <= columns and chooses
-    parts = 1 if alone else _parts(tokens, top_k, experts, units, consumers * unit, ctas)
+    alone = resident and tokens == 1 and top_k <= columns and chooses and among is None
+    parts = 1 if alone else _parts(tokens, top_k, experts, everyones, units, consumers * unit, ctas)
     x_stage = consumers * TILE * 2 * columns
     x_stages = max(X_SHARED // x_stage, 3) if columns > 8 else 8
     tables, kept = tables_size(entries, experts, columns), consumers * TILE * columns * 4
     held = rows + KEPT * kept if resident else x_stages * x_stage + kept - kept // consumers
     stages = min((SHARED - tables - held) // (consumers * unit * TILE_BYTES), 16)
     return Mxfp4Plan(
-        tokens, top_k, experts, hidden, inner, columns, TILE // 2, stages, x_stages, ctas, CHOICE if chooses else None, None, gate,
-        consumers, parts, resident, unit, alone,
+        tokens, top_k, experts, hidden, inner, columns, TILE // 2, stages, x_stages, ctas, CHOICE if chooses else None, among,
+        gate, consumers, parts, resident, unit, alone,
     )  # fmt: skip
 
 
-def _parts(tokens: int, top_k: int, experts: int, units: tuple[int, int], consumers: int, ctas: int) -> int:
+def _parts(
+    tokens: int, top_k: int, experts: int, everyones: int, units: tuple[int, int], consumers: int, ctas: int
+) -> int:
     """As many parts of the second product as leave few CTAs idle in their last turn, at random choices; the fewest."""
     if tokens * top_k > _MOST_PARTIAL_ROWS:
         return 1
-    distinct, steps = round(experts * (1 - (1 - top_k / experts) ** tokens)), units[1] // consumers
+    distinct = max(round(experts * (1 - (1 - min(top_k / everyones, 1.0)) ** tokens)), 1)
+    steps = units[1] // consumers
 
     def idle(parts: int) -> float:
         items = distinct * units[0] * parts
