@@ -29,7 +29,10 @@ from dflash_jax.execution.runner import Planned
 from dflash_jax.execution.weight_layout import cycle_rows
 from dflash_jax.models import family_for, family_named, layer_traits
 from dflash_jax.models.presets import (
+    DEEPSEEK_TARGETS,
     DRAFTERS,
+    GEMMA4_TARGETS,
+    GPT_OSS_TARGETS,
     HEAD_DRAFTERS,
     HYBRID_TARGETS,
     LLAMA_TARGETS,
@@ -50,6 +53,7 @@ TRAITS = layer_traits(QWEN3)
 FORMAT = WeightFormat("bfloat16", layout="column_blocks", plain=True)
 PAGES = PageShape(64, 32, BFLOAT16)
 CYCLE = CallShape(1, 16, BFLOAT16, PAGES)
+STORED = replace(FORMAT, layout="rows")
 
 
 @pytest.mark.parametrize(
@@ -181,6 +185,53 @@ def test_few_rows_of_wide_layers_that_devices_share() -> None:
         assert choose(traits, call, stored).runner == "plain"
     assert (outside.runner, outside.exchange) == ("plain", False)
     assert (inside.runner, inside.exchange) == ("fused_dense", True)
+
+
+GPT_OSS, GEMMA4 = GPT_OSS_TARGETS["gpt-oss-20b"], GEMMA4_TARGETS["gemma-4-26B-A4B"]
+
+
+@pytest.mark.parametrize(("target", "sums"), [(GPT_OSS, 1), (GEMMA4, 2), (DEEPSEEK_TARGETS["DeepSeek-V2-Lite"], 1)])
+def test_layers_one_by_one_add_up_by_launches_of_their_own(target: Any, sums: int) -> None:
+    call = CallShape(8, 16, BFLOAT16, PAGES)
+    with h200():
+        outside, inside = (
+            choose(layer_traits(share_config(target, 2)), call, STORED, ranks=2, loops=loops) for loops in (False, True)
+        )
+    assert (outside.exchange, outside.sums, outside.workspace, outside.xla_options) == (False, 0, None, ())
+    assert (inside.exchange, inside.sums, inside.workspace) == (True, sums, "sums")
+    assert dict(inside.xla_options).items() >= ONE_GRAPH.items()
+
+
+@pytest.mark.parametrize(("dtype", "ranks", "told"), [
+    ("bfloat16", 8, "each of 8 devices would send 20643840 bytes for a sum"), ("float32", 4, "would send 17694720 bytes"),
+    ("float16", 2, "adds up bfloat16 or float32, not float16"), ("bfloat16", 2, "switched off"),
+])  # fmt: skip
+def test_sums_that_stay_with_collectives(dtype: str, ranks: int, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(switches, "RANK_EXCHANGE_SUMS", told != "switched off")
+    with h200():
+        found = choose(
+            layer_traits(share_config(GPT_OSS, ranks)),
+            CallShape(32, 16, jnp.dtype(dtype)),
+            STORED,
+            ranks=ranks,
+            loops=True,
+        )
+    assert (found.runner, found.exchange, found.sums, found.workspace) == ("plain", False, 0, None)
+    assert told in (found.refused("exchange") or "")
+    assert "WHILE" not in str(found.xla_options)
+
+
+def test_launches_that_norm_take_no_stream_of_any_width() -> None:
+    """Those of a drafter 2,880 wide are followed by sums of their own."""
+    drafter = replace(DRAFTERS["gpt-oss-20b-DFlash"], hidden_size=2880)
+    call = CallShape(8, 16, BFLOAT16, PAGES)
+    with h200():
+        narrow, wide = (
+            choose(layer_traits(share_config(one, 2)), call, STORED, ranks=2, loops=True)
+            for one in (drafter, replace(drafter, hidden_size=3072))
+        )
+    assert (narrow.runner, narrow.exchange, narrow.workspace) == ("fused_dense", True, "sums")
+    assert (wide.runner, wide.exchange, wide.workspace) == ("fused_dense", True, "rows")
 
 
 def test_pages_that_rows_may_share_keep_attention_apart() -> None:
