@@ -13,7 +13,8 @@ import pytest
 from dflash_jax.cache import make_pages
 from dflash_jax.checkpoints.weights import weight_shapes
 from dflash_jax.cli.info import collect, lines
-from dflash_jax.decoding.state import Setup
+from dflash_jax.decoding.cycle import graph_refusal, in_one_graph
+from dflash_jax.decoding.state import Plans, Setup
 from dflash_jax.execution import plan, switches
 from dflash_jax.execution.plan import (
     CUBLAS_PRODUCTS,
@@ -310,3 +311,22 @@ def test_info_tells_plans_and_refusals() -> None:
     text = "\n".join(lines(facts))
     assert "execution target 1 x 16, draft 1 x 16, target 4 x 16, draft 4 x 16 tokens: plain, matrices in rows" in text
     assert text.count("not persistent: needs a Hopper GPU") == 1
+
+
+def test_why_a_loop_over_devices_is_no_graph() -> None:
+    there, none = plan.ExecutionPlan("plain", exchange=True), plan.ExecutionPlan("plain")
+    refused = replace(none, refusals=(plan.Refusal("exchange", "too far apart"),))
+    setup = Setup(target=GPT_OSS, draft=DRAFTERS["gpt-oss-20b-DFlash"], ranks=2)
+    assert graph_refusal(setup, Plans(there, there)) is None
+    assert in_one_graph(replace(setup, ranks=1), Plans(none, none))
+    assert graph_refusal(setup, Plans(there, refused)) == "layers of the drafter add up by collectives: too far apart"
+    changes: tuple[dict[str, Any], ...] = (
+        {"dealt": 2}, {"mode": "sampled"}, {"logprobs": True}, {"exact": True},
+        {"draft": HEAD_DRAFTERS["dspark_qwen3_8b_block7"]},
+    )  # fmt: skip
+    told = ("dealt out", "tokens are drawn", "log-probabilities told", "exact texts", "draft head")
+    for change, reason in zip(changes, told, strict=True):
+        changed = replace(setup, **change)
+        assert reason in (graph_refusal(changed, Plans(there, there)) or "")
+        assert not in_one_graph(changed, Plans(there, there))
+    assert in_one_graph(replace(setup, exact=True, target=QWEN3), Plans(there)) == QWEN3.tie_embeddings
