@@ -40,7 +40,14 @@ from dflash_jax.errors import CapacityError
 from dflash_jax.execution import switches
 from dflash_jax.execution.weight_layout import cycle_rows
 from dflash_jax.models import family_named, init_params
-from dflash_jax.models.presets import DEEPSEEK_TARGETS, DRAFTERS, HYBRID_TARGETS, MOE_TARGETS, TARGETS
+from dflash_jax.models.presets import (
+    DEEPSEEK_TARGETS,
+    DRAFTERS,
+    GPT_OSS_TARGETS,
+    HYBRID_TARGETS,
+    MOE_TARGETS,
+    TARGETS,
+)
 from dflash_jax.parallel.ranks import held, local_ranks
 
 BFLOAT16 = jax.numpy.dtype("bfloat16")
@@ -71,6 +78,7 @@ MODELS: Mapping[str, tuple[str, Any, Any]] = {
     "qwen3-235b-a22b": ("qwen3_moe", _235B, _drafter(_235B, (1, 23, 46, 69, 91))),
     "deepseek-v2-lite": ("deepseek", _V2_LITE, _drafter(_V2_LITE, (1, 7, 13, 19, 25), intermediate_size=6144)),
     "deepseek-v3-5-layers": ("deepseek", _V3, _drafter(_V3, (0, 1, 2, 3, 4), intermediate_size=18_432)),
+    "gpt-oss-20b": ("gpt_oss", GPT_OSS_TARGETS["gpt-oss-20b"], DRAFTERS["gpt-oss-20b-DFlash"]),
     "qwen3-coder-30b-a3b": (
         "qwen3_moe", MOE_TARGETS["Qwen3-Coder-30B-A3B-Instruct"], DRAFTERS["Qwen3-Coder-30B-A3B-DFlash"],
     ),

@@ -472,15 +472,26 @@ def _most_tokens(setup: Setup) -> int:
 
 
 def in_one_graph(setup: Setup, plans: Plans) -> bool:
-    """Whether a loop of such cycles has no collective of JAX's in it, which a graph does not hold.
+    """Whether a loop of such cycles is one CUDA graph."""
+    return graph_refusal(setup, plans) is None
 
-    Ranks that draw tokens or tell log-probabilities gather logits, and so do draft heads.
-    """
+
+def graph_refusal(setup: Setup, plans: Plans) -> str | None:
+    """Why a loop of such cycles has collectives of JAX's in it, which a graph does not hold; None where it has none."""
     if setup.ranks == 1:
-        return True
-    exchange = plans.target.exchange and (plans.draft is None or plans.draft.exchange)
-    gathers = setup.mode != "greedy" or setup.logprobs or setup.per_request or setup.dealt > 1
-    return exchange and not gathers and (setup.draft is None or setup.draft.head is None)
+        return None
+    for model, plan in (("target", plans.target), ("drafter", plans.draft)):
+        if plan is not None and not plan.exchange:
+            return f"layers of the {model} add up by collectives: {plan.refused('exchange')}"
+    if setup.dealt > 1:
+        return "pages are dealt out: queries are gathered, and what was found for them"
+    if setup.mode != "greedy" or setup.logprobs or setup.per_request:
+        return "logits are gathered where tokens are drawn, constrained or judged one by one, or log-probabilities told"
+    if setup.exact and not getattr(setup.target, "tie_embeddings", False):
+        return "exact texts are chosen from whole logits, which are gathered"
+    if setup.draft is not None and setup.draft.head is not None:
+        return "the draft head gathers logits"
+    return None
 
 
 def _alike(ours: Any, theirs: Any) -> bool:

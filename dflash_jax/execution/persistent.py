@@ -18,6 +18,7 @@ from dflash_kernels import (
     layer_chain,
     row_exchange,
     stream_norm,
+    sum_exchange,
 )
 from jaxtyping import Array, Float
 
@@ -76,13 +77,15 @@ def make_workspace(plan: ExecutionPlan, layers: Sequence[Any], x: Any) -> Worksp
 
     Args:
       layers: whose matrices' shapes count.
-      x: `[B, T, D]`, the first layer's input or its shape.
+      x: `[B, T, D]`, the first layer's input or its shape; `[B, T, S, D]` of several streams, of which sums have one's shape.
     """
     rows = x.shape[0] * x.shape[1]
     if plan.workspace is None:
         return None
     if plan.workspace == "rows":
         return Workspace(ranks=row_exchange(rows, x.shape[2], x.dtype, axis=AXIS))
+    if plan.workspace == "sums":
+        return Workspace(ranks=sum_exchange(plan.sums * rows * x.shape[-1], x.dtype, axis=AXIS))
     down, _ = _stored(layers[0].mlp.down_proj.weight[...])
     stream = chain_stream(jnp.zeros((rows, x.shape[2]), x.dtype))  # only its shape counts
     ranks = chain_ranks(stream, axis=AXIS) if plan.exchange else None

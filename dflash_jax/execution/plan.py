@@ -30,6 +30,7 @@ from dflash_kernels import (
     mxfp4_mixture_refusal,
     paged_attention,
     rank_exchange_refusal,
+    reduce_add_norm_refusal,
     routed_experts_refusal,
 )
 from dflash_kernels.attention.mla.launch import NARROW_ROWS
@@ -53,6 +54,11 @@ PACKED_ROWS = 128
 # Tokens of the largest cycle from which on products wait for the matrix units: those of Qwen3-8B's o and down take less with
 # cuBLAS, which reads rows.
 MOST_BLOCKED_ROWS = 512
+
+# Bytes that a GPU sends for a sum where each sends all others what it has. A sum in shares takes 14 to 20 us more, and sends twice
+# its own bytes in place of one less than there are GPUs: two GPUs send the same either way, and at 300 GB/s eight would part at
+# 9.9 MB to all others, four at 15.
+MOST_SENT = 10 << 20
 
 # For a decode loop on a GPU: all of it is one CUDA graph, with the loop in it. No host stands between two cycles, and a call
 # returns while the device works. Its launches wait for what they read, not for whatever stands before them: the drafter's context
@@ -198,10 +204,11 @@ class ExecutionPlan:
       weight_layout: how matrices lie in memory.
       xla_options: what XLA is told about a decode loop whose target runs by this plan, on a GPU.
       workspace: device memory that the runner's kernels hand results over through; it may outlive a call.
-      exchange: whether devices that share the layers add up in the runner's kernels, through such memory, and not by collectives
-        of JAX's.
-      refusals: why earlier runners, attention in the layer, blocks of columns, or a kernel for the attention of some layers were
-        not taken.
+      exchange: whether devices that share the layers add up in kernels, through such memory, and not by collectives of JAX's.
+      sums: arrays like the stream that layers add up over devices at once by a launch of its own (`reduce_ranks`); 0 where the
+        runner's kernels do that, or collectives.
+      refusals: why earlier runners, attention in the layer, blocks of columns, a kernel for the attention of some layers, or an
+        exchange in kernels were not taken.
       device: the kind of device that it was chosen for.
     """
 
@@ -209,8 +216,9 @@ class ExecutionPlan:
     attention: Literal["apart", "in_layer"] = "apart"
     weight_layout: Layout = "rows"
     xla_options: tuple[tuple[str, str | bool | int], ...] = ()
-    workspace: Literal["layer", "layer_with_attention", "rows"] | None = None
+    workspace: Literal["layer", "layer_with_attention", "rows", "sums"] | None = None
     exchange: bool = False
+    sums: int = 0
     refusals: tuple[Refusal, ...] = ()
     device: str = ""
 
@@ -272,18 +280,31 @@ def choose(
         refusals += [] if reason is None else [Refusal("in_layer", reason)]
         attention = "apart" if reason is not None else "in_layer"
         workspace = "layer" if reason is not None else "layer_with_attention"
-    # What is done to a product between its sum and the stream, a bias or a convolution, stands beside collectives alone.
+    # What is done to a product between its sum and the stream, a bias or a convolution, has no place in a launch that does both.
     between = traits.convolved or (runner == "fused_moe" and traits.bias == "all")
-    exchange = ranks > 1 and apart is None and runner != "plain" and not between
+    exchange, sums = ranks > 1 and apart is None, 0
+    by_itself = runner == "plain" or between or reduce_add_norm_refusal(traits.hidden, call.dtype) is not None
+    if exchange and workspace is None and by_itself:
+        reason = _sums_refusal(traits, call, ranks)
+        refusals += [] if reason is None else [Refusal("exchange", reason)]
+        exchange, sums = reason is None, 0 if reason is not None else traits.summed_together
     if exchange and workspace is None:
-        workspace = "rows"
+        workspace = "sums" if sums else "rows"
     cublas = call.rows == CUBLAS_ROWS and traits.attention == "heads" and traits.feed_forward == "dense"
     cublas = cublas and weights.plain and (beside is None or beside.plain)
     # A graph holds no collective: XLA chooses what becomes one where there are such.
     options = ({} if ranks > 1 and not exchange else ONE_GRAPH) | (CUBLAS_PRODUCTS if cublas else {})
     options |= EXACT_PRODUCTS if exact else {}
     return ExecutionPlan(
-        runner, attention, weights.layout, tuple(options.items()), workspace, exchange, tuple(refusals), target().kind
+        runner,
+        attention,
+        weights.layout,
+        tuple(options.items()),
+        workspace,
+        exchange,
+        sums,
+        tuple(refusals),
+        target().kind,
     )
 
 
@@ -335,6 +356,18 @@ def _exchange_refusal(traits: LayerTraits, ranks: int, *, loops: bool) -> str | 
     if traits.delta is not None and not switches.RANK_EXCHANGE_DELTA:
         return "switched off for gated delta nets"
     return rank_exchange_refusal(ranks) if loops else "outside of a decode loop nobody tells where memory lies"
+
+
+def _sums_refusal(traits: LayerTraits, call: CallShape, ranks: int) -> str | None:
+    """Why devices that share layers add up by collectives what no launch of a runner adds to the stream."""
+    if not switches.RANK_EXCHANGE_SUMS:
+        return "switched off where a sum is a launch of its own"
+    if call.dtype not in (jnp.bfloat16, jnp.float32):
+        return f"a launch of its own adds up bfloat16 or float32, not {call.dtype}"
+    sent = (ranks - 1) * traits.summed_together * call.rows * traits.hidden * call.dtype.itemsize
+    if sent > MOST_SENT:
+        return f"each of {ranks} devices would send {sent} bytes for a sum: beyond {MOST_SENT} it is added in shares"
+    return None
 
 
 def _ranks_refusal(runner: Runner, *, exchange: bool) -> str | None:

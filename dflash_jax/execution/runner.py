@@ -14,6 +14,7 @@ from dflash_jax.execution.fused_moe import run_fused_moe
 from dflash_jax.execution.persistent import Workspace, make_workspace, run_persistent
 from dflash_jax.execution.plan import PLAIN, ExecutionPlan
 from dflash_jax.models.layers import ONE_BY_ONE, Cache, Rotary
+from dflash_jax.parallel.collectives import adding_in
 from dflash_jax.quantization.weights import Quantized
 
 
@@ -54,21 +55,25 @@ class Planned:
         *,
         normed: Float[Array, "B T D"] | None = None,
     ) -> tuple[list[Float[Array, "B T *streams D"]], Float[Array, "B T D"], Cache]:
-        if self.plan.runner == "plain":
-            return ONE_BY_ONE(layers, norm, x, rotary, attend, cache)
-        first: jax.Array = layers[0].input_norm(x) if normed is None else normed
-        match self.plan.runner:
-            case "persistent":
-                return run_persistent(self.plan, layers, norm, x, first, rotary, attend, cache, self.workspace)
-            case "fused_dense":
-                return run_fused_dense(layers, norm, x, first, rotary, attend, cache, ranks=self._ranks(layers, x))
-            case "fused_float8":
-                return run_fused_float8(layers, norm, x, first, rotary, attend, cache)
-            case "fused_moe":
-                return run_fused_moe(layers, norm, x, first, rotary, attend, cache, ranks=self._ranks(layers, x))
+        with adding_in(self._ranks(layers, x, apart=True)):
+            if self.plan.runner == "plain":
+                return ONE_BY_ONE(layers, norm, x, rotary, attend, cache)
+            first: jax.Array = layers[0].input_norm(x) if normed is None else normed
+            match self.plan.runner:
+                case "persistent":
+                    return run_persistent(self.plan, layers, norm, x, first, rotary, attend, cache, self.workspace)
+                case "fused_dense":
+                    return run_fused_dense(layers, norm, x, first, rotary, attend, cache, ranks=self._ranks(layers, x))
+                case "fused_float8":
+                    return run_fused_float8(layers, norm, x, first, rotary, attend, cache)
+                case "fused_moe":
+                    return run_fused_moe(layers, norm, x, first, rotary, attend, cache, ranks=self._ranks(layers, x))
 
-    def _ranks(self, layers: Sequence[Any], x: Array) -> RankExchange | None:
-        """Memory for exchanges of ranks between launches; None without exchanges, or if JAX's collectives do them."""
+    def _ranks(self, layers: Sequence[Any], x: Array, *, apart: bool = False) -> RankExchange | None:
+        """Memory for exchanges of ranks in a runner's launches, or in those that add up `apart`; None where JAX's collectives do
+        that, or the other ones."""
+        if apart != (self.plan.workspace == "sums"):
+            return None
         held = self.workspace or make_workspace(self.plan, layers, x)
         return None if held is None else held.ranks
 

@@ -22,6 +22,7 @@ NORM_HEADS = True  # the same where heads are rotated and written in that launch
 SPARSE = True  # kernels for an indexer's scores, its choice and attention to it
 RANK_EXCHANGE = True  # GPUs that share a model add up in kernels of the package's own while decoding
 RANK_EXCHANGE_DELTA = True  # also those of gated delta nets
+RANK_EXCHANGE_SUMS = True  # also sums that are a launch of their own, of layers that run one by one
 
 
 def switches() -> dict[str, bool]:

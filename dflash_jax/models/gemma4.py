@@ -220,7 +220,7 @@ def gemma4_traits(config: Gemma4Config) -> LayerTraits:
     full = config.full_kv_heads, config.full_head_dim
     if not config.num_experts:
         return gemma_traits(config, full_heads=full, normed_values=True)
-    mixed: dict[str, Any] = {"feed_forward": "mixed", "experts": expert_traits(config)}
+    mixed: dict[str, Any] = {"feed_forward": "mixed", "experts": expert_traits(config), "summed_together": 2}
     return gemma_traits(config, full_heads=full, normed_values=True, **mixed)
 
 

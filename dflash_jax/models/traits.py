@@ -85,6 +85,7 @@ class LayerTraits:
         around attention and feed-forwards.
       compressed: whether layers attend to compressed keys beside a window.
       block_sparse: whether heads of some layers attend to blocks of keys that an indexer chooses.
+      summed_together: arrays like the stream that a layer has added over devices in one sum.
       feed_forward: "dense", "moe", or "mixed" where some layers have experts and others a dense one, or all have both.
       activation: of the feed-forwards' gate, or of what stands in its place.
       experts: of the layers that have such.
@@ -121,6 +122,7 @@ class LayerTraits:
     block_sparse: bool = False
     compressed: bool = False
     relative: bool = False
+    summed_together: int = 1
 
     @property
     def heads_width(self) -> int:

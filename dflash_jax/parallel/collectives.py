@@ -10,7 +10,7 @@ from contextvars import ContextVar
 
 import jax
 import jax.numpy as jnp
-from dflash_kernels import GATHERED, RankExchange, gather_ranks, rank_exchange
+from dflash_kernels import GATHERED, RankExchange, gather_ranks, rank_exchange, reduce_ranks
 from jaxtyping import Array, Float, Int
 
 from dflash_jax.parallel.ranks import AXIS
@@ -20,6 +20,7 @@ GATHERED_BYTES = 1 << 20
 
 _ORDERED: ContextVar[bool] = ContextVar("ordered", default=False)
 _WORDS: ContextVar[RankExchange | None] = ContextVar("words", default=None)
+_SUMS: ContextVar[RankExchange | None] = ContextVar("sums", default=None)
 
 
 def pair_exchange(count: int) -> RankExchange:
@@ -35,6 +36,16 @@ def exchanging_in(exchange: RankExchange | None) -> Iterator[None]:
         yield
     finally:
         _WORDS.reset(token)
+
+
+@contextmanager
+def adding_in(exchange: RankExchange | None) -> Iterator[None]:
+    """Context in which traced code adds up through memory of `sum_exchange`, what has room there; None leaves it to collectives."""
+    token = _SUMS.set(exchange)
+    try:
+        yield
+    finally:
+        _SUMS.reset(token)
 
 
 @contextmanager
@@ -62,7 +73,7 @@ def own_rank() -> Int[Array, ""]:
 
 
 def reduced(x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """The sum over ranks, added in order of ranks.
+    """The sum over ranks, added in order of ranks: by a kernel where there is memory for it (`adding_in`), else by collectives.
 
     Two numbers have one sum. More are gathered and added one after the other: the order in which a ring adds depends on where in a
     message a number stands, and so on the number of rows. Large messages in sixteen bits, which promise nothing of that kind, are
@@ -71,9 +82,12 @@ def reduced(x: Float[Array, "..."]) -> Float[Array, "..."]:
     ranks = ranks_here()
     if ranks == 1:
         return x
+    exchange, size = _SUMS.get(), x.size * x.dtype.itemsize
+    if exchange is not None and size <= exchange.room:
+        return reduce_ranks(x.reshape(-1, x.shape[-1]), axis=AXIS, exchange=exchange).reshape(x.shape)
     if ranks == 2:
         return jax.lax.psum(x, AXIS)
-    large = x.dtype != jnp.float32 and x.size * x.dtype.itemsize > GATHERED_BYTES and x.size % ranks == 0
+    large = x.dtype != jnp.float32 and size > GATHERED_BYTES and x.size % ranks == 0
     if large and not _ORDERED.get():
         share = jax.lax.psum_scatter(x.reshape(ranks, -1), AXIS)
         return jax.lax.all_gather(share, AXIS).reshape(x.shape)
@@ -85,7 +99,7 @@ def reduced(x: Float[Array, "..."]) -> Float[Array, "..."]:
 
 
 def reduced_together(*parts: Float[Array, "..."]) -> tuple[Float[Array, "..."], ...]:
-    """`reduced` of each of several arrays of one shape, in one all-reduce."""
+    """`reduced` of each of several arrays of one shape, as one sum."""
     return parts if ranks_here() == 1 else tuple(reduced(jnp.stack(parts)))
 
 

@@ -84,7 +84,7 @@ from dflash_kernels.matmul.quantized_output.api import (
     quantize_output,
 )
 from dflash_kernels.matmul.weight_only.api import quantized_linear
-from dflash_kernels.norm.api import embed_norm, reduce_add_norm, stream_norm
+from dflash_kernels.norm.api import embed_norm, reduce_add_norm, reduce_add_norm_refusal, stream_norm
 from dflash_kernels.quantize.api import (
     column_scales,
     dequantize_tensor,
@@ -98,7 +98,9 @@ from dflash_kernels.ranks.api import (
     gather_ranks,
     rank_exchange,
     rank_exchange_refusal,
+    reduce_ranks,
     row_exchange,
+    sum_exchange,
 )
 from dflash_kernels.recurrent.delta_rule.api import delta_fold, delta_prefill, delta_step, delta_verify
 from dflash_kernels.recurrent.delta_rule.inputs import DeltaFactors, DeltaShape, DeltaState, DeltaWeights
@@ -224,6 +226,8 @@ __all__ = [
     "rank_exchange",
     "rank_exchange_refusal",
     "reduce_add_norm",
+    "reduce_add_norm_refusal",
+    "reduce_ranks",
     "routed_experts",
     "routed_experts_exchange",
     "routed_experts_refusal",
@@ -233,5 +237,6 @@ __all__ = [
     "schedule_helps",
     "share_of_choices",
     "stream_norm",
+    "sum_exchange",
     "swizzle_scales",
 ]  # fmt: skip

@@ -13,7 +13,8 @@ import pytest
 from dflash_jax.cache import make_pages
 from dflash_jax.checkpoints.weights import weight_shapes
 from dflash_jax.cli.info import collect, lines
-from dflash_jax.decoding.state import Setup
+from dflash_jax.decoding.cycle import graph_refusal, in_one_graph
+from dflash_jax.decoding.state import Plans, Setup
 from dflash_jax.execution import plan, switches
 from dflash_jax.execution.plan import (
     CUBLAS_PRODUCTS,
@@ -29,7 +30,10 @@ from dflash_jax.execution.runner import Planned
 from dflash_jax.execution.weight_layout import cycle_rows
 from dflash_jax.models import family_for, family_named, layer_traits
 from dflash_jax.models.presets import (
+    DEEPSEEK_TARGETS,
     DRAFTERS,
+    GEMMA4_TARGETS,
+    GPT_OSS_TARGETS,
     HEAD_DRAFTERS,
     HYBRID_TARGETS,
     LLAMA_TARGETS,
@@ -50,6 +54,7 @@ TRAITS = layer_traits(QWEN3)
 FORMAT = WeightFormat("bfloat16", layout="column_blocks", plain=True)
 PAGES = PageShape(64, 32, BFLOAT16)
 CYCLE = CallShape(1, 16, BFLOAT16, PAGES)
+STORED = replace(FORMAT, layout="rows")
 
 
 @pytest.mark.parametrize(
@@ -183,6 +188,53 @@ def test_few_rows_of_wide_layers_that_devices_share() -> None:
     assert (inside.runner, inside.exchange) == ("fused_dense", True)
 
 
+GPT_OSS, GEMMA4 = GPT_OSS_TARGETS["gpt-oss-20b"], GEMMA4_TARGETS["gemma-4-26B-A4B"]
+
+
+@pytest.mark.parametrize(("target", "sums"), [(GPT_OSS, 1), (GEMMA4, 2), (DEEPSEEK_TARGETS["DeepSeek-V2-Lite"], 1)])
+def test_layers_one_by_one_add_up_by_launches_of_their_own(target: Any, sums: int) -> None:
+    call = CallShape(8, 16, BFLOAT16, PAGES)
+    with h200():
+        outside, inside = (
+            choose(layer_traits(share_config(target, 2)), call, STORED, ranks=2, loops=loops) for loops in (False, True)
+        )
+    assert (outside.exchange, outside.sums, outside.workspace, outside.xla_options) == (False, 0, None, ())
+    assert (inside.exchange, inside.sums, inside.workspace) == (True, sums, "sums")
+    assert dict(inside.xla_options).items() >= ONE_GRAPH.items()
+
+
+@pytest.mark.parametrize(("dtype", "ranks", "told"), [
+    ("bfloat16", 8, "each of 8 devices would send 20643840 bytes for a sum"), ("float32", 4, "would send 17694720 bytes"),
+    ("float16", 2, "adds up bfloat16 or float32, not float16"), ("bfloat16", 2, "switched off"),
+])  # fmt: skip
+def test_sums_that_stay_with_collectives(dtype: str, ranks: int, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(switches, "RANK_EXCHANGE_SUMS", told != "switched off")
+    with h200():
+        found = choose(
+            layer_traits(share_config(GPT_OSS, ranks)),
+            CallShape(32, 16, jnp.dtype(dtype)),
+            STORED,
+            ranks=ranks,
+            loops=True,
+        )
+    assert (found.runner, found.exchange, found.sums, found.workspace) == ("plain", False, 0, None)
+    assert told in (found.refused("exchange") or "")
+    assert "WHILE" not in str(found.xla_options)
+
+
+def test_launches_that_norm_take_no_stream_of_any_width() -> None:
+    """Those of a drafter 2,880 wide are followed by sums of their own."""
+    drafter = replace(DRAFTERS["gpt-oss-20b-DFlash"], hidden_size=2880)
+    call = CallShape(8, 16, BFLOAT16, PAGES)
+    with h200():
+        narrow, wide = (
+            choose(layer_traits(share_config(one, 2)), call, STORED, ranks=2, loops=True)
+            for one in (drafter, replace(drafter, hidden_size=3072))
+        )
+    assert (narrow.runner, narrow.exchange, narrow.workspace) == ("fused_dense", True, "sums")
+    assert (wide.runner, wide.exchange, wide.workspace) == ("fused_dense", True, "rows")
+
+
 def test_pages_that_rows_may_share_keep_attention_apart() -> None:
     with h200():
         found = choose(TRAITS, replace(CYCLE, pages=None), FORMAT)
@@ -259,3 +311,22 @@ def test_info_tells_plans_and_refusals() -> None:
     text = "\n".join(lines(facts))
     assert "execution target 1 x 16, draft 1 x 16, target 4 x 16, draft 4 x 16 tokens: plain, matrices in rows" in text
     assert text.count("not persistent: needs a Hopper GPU") == 1
+
+
+def test_why_a_loop_over_devices_is_no_graph() -> None:
+    there, none = plan.ExecutionPlan("plain", exchange=True), plan.ExecutionPlan("plain")
+    refused = replace(none, refusals=(plan.Refusal("exchange", "too far apart"),))
+    setup = Setup(target=GPT_OSS, draft=DRAFTERS["gpt-oss-20b-DFlash"], ranks=2)
+    assert graph_refusal(setup, Plans(there, there)) is None
+    assert in_one_graph(replace(setup, ranks=1), Plans(none, none))
+    assert graph_refusal(setup, Plans(there, refused)) == "layers of the drafter add up by collectives: too far apart"
+    changes: tuple[dict[str, Any], ...] = (
+        {"dealt": 2}, {"mode": "sampled"}, {"logprobs": True}, {"exact": True},
+        {"draft": HEAD_DRAFTERS["dspark_qwen3_8b_block7"]},
+    )  # fmt: skip
+    told = ("dealt out", "tokens are drawn", "log-probabilities told", "exact texts", "draft head")
+    for change, reason in zip(changes, told, strict=True):
+        changed = replace(setup, **change)
+        assert reason in (graph_refusal(changed, Plans(there, there)) or "")
+        assert not in_one_graph(changed, Plans(there, there))
+    assert in_one_graph(replace(setup, exact=True, target=QWEN3), Plans(there)) == QWEN3.tie_embeddings

@@ -35,6 +35,7 @@ from dflash_kernels import (
     quantize_tensor,
     quantized_linear,
     reduce_add_norm,
+    reduce_ranks,
     routed_experts,
     stream_norm,
 )
@@ -47,6 +48,7 @@ from dflash_kernels.matmul.float8 import mosaic_gpu as of_float8
 from dflash_kernels.matmul.grouped.mosaic_gpu import launch as launch_grouped
 from dflash_kernels.matmul.weight_only.mosaic_gpu import launch as launch_weight_only
 from dflash_kernels.norm import mosaic_gpu as of_norm
+from dflash_kernels.ranks.mosaic_gpu import launch_reduce_ranks
 from dflash_kernels.sampling.mosaic_gpu import launch as launch_choice
 from flax import nnx
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -149,6 +151,17 @@ def norm_over_ranks(real: bool) -> Form:
         return of_norm.launch_reduce_add_norm(of_ranks, stream, weight, eps=EPS, interpret=INTERPRET)
 
     return rowwise(in_rows("stream", "part0", "part1", "part2", width=width), run)
+
+
+def sum_over_ranks(real: bool) -> Form:
+    """What each of three ranks adds up; on one GPU its own share alone."""
+
+    def run(**parts: jax.Array) -> jax.Array:
+        if real:
+            return reduce_ranks(next(iter(parts.values())))
+        return launch_reduce_ranks(jnp.stack(list(parts.values())), interpret=INTERPRET)
+
+    return rowwise(in_rows("part0", "part1", "part2", width=2880 if real else 520), run)
 
 
 def norm_of_heads(real: bool) -> Form:
@@ -486,6 +499,7 @@ ROWWISE = {
     "residual, norm and router": Operation(norm_and_router, [(3, 4), (1, 2)], "TB", most=of_dense.SCORED_ROWS),
     "residual, norm and router, many rows": Operation(norm_and_router, [], least=of_dense.SCORED_ROWS + 1),
     "sum over ranks and norm": Operation(norm_over_ranks, [(3, 4), (1, 2)], "TB"),
+    "sum over ranks": Operation(sum_over_ranks, [(3, 4), (1, 2)], "TB"),
     "norm and rotation of heads": Operation(norm_of_heads, [(3, 4), (1, 2)], "TB"),
     "product": Operation(partial(products, form="store"), [(4, 8), (4, 16)], "TB", real=WHOLE[:3]),
     "product, SwiGLU": Operation(partial(products, form="swiglu"), [(4, 8), (4, 16)], "TB", real=WHOLE),

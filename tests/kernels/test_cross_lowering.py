@@ -119,6 +119,7 @@ OPS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "dense_best": ((array(128, 2560), array(151_936, 2560)), {}),
     "reduce_add_norm": ((array(4, 128, 2560, dtype=jnp.float32), array(128, 2560), array(2560)), {"eps": 1e-6}),
     "gather_ranks": ((integers(2),), {}),
+    "reduce_ranks": ((array(128, 2880),), {}),
     "add_norm": ((array(4, 128, 2560, dtype=jnp.float32), array(128, 2560), array(2560)), {"eps": 1e-6}),
     "add_norm_scores": (
         (array(4, 128, 2560, dtype=jnp.float32), array(128, 2560), array(2560), array(128, 2560)), {"eps": 1e-6},

@@ -62,6 +62,7 @@ CALLS: dict[str, dict[str, Any]] = {
     },
     "embed_norm": {"table": ones((9, 4)), "ids": STARTS, "weight": STREAM[0], "eps": EPS},
     "reduce_add_norm": {"parts": PARTS, "stream": STREAM, "weight": STREAM[0], "eps": EPS},
+    "reduce_ranks": {"x": ROWS},
     "stream_norm": {"stream": ones((4, 8)), "rows": 3, "weight": STREAM[0], "eps": EPS},
     "delta_verify": DELTA,
     "delta_step": {**DELTA, "live": FLAGS},

@@ -8,16 +8,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from dflash_kernels import RankExchange
 from jax.sharding import PartitionSpec as P
 
 from dflash_jax.parallel.collectives import (
     GATHERED_BYTES,
     added_in_order,
+    adding_in,
     best_of_ranks,
     gathered,
     own_rank,
     ranks_here,
     reduced,
+    reduced_together,
 )
 from dflash_jax.parallel.ranks import AXIS, local_ranks
 
@@ -65,6 +68,25 @@ def test_large_messages_are_added_in_order_where_that_is_promised():
         program = jax.shard_map(function, mesh=ranks.mesh, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=False)
         text = jax.jit(program).trace(jnp.zeros((4 * rows, 64), jnp.bfloat16)).lower().as_text()
         assert ("reduce_scatter" in text) == shared
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_memory_for_sums_changes_no_bits(count):
+    """Where nothing else reaches other devices the operation gathers. What has no room in the memory is left to collectives."""
+    parts = np.random.default_rng(2).normal(size=(count, 2, 3, 64)).astype(jnp.bfloat16)
+
+    def added(own):
+        with adding_in(sums):
+            return reduced_together(*own)[1]
+
+    def without_room(own):
+        with adding_in(sums), added_in_order(True):
+            return reduced(jnp.tile(own[1], (9, 1)))[:3]
+
+    sums = RankExchange(jnp.zeros(1, jnp.int32), jax.ShapeDtypeStruct((3, count, 1, 512), jnp.int32), None)
+    expected = each(count, lambda own: reduced_together(*own)[1], parts)
+    for function in (added, without_room):
+        np.testing.assert_array_equal(each(count, function, parts), expected)
 
 
 def test_a_sum_of_float32_does_not_depend_on_the_rows_beside_it():

@@ -15,6 +15,7 @@ from dflash_jax.checkpoints.weights import spread, weight_shapes
 from dflash_jax.compile.jax_patches import name_values_once
 from dflash_jax.compile.over_ranks import over_ranks
 from dflash_jax.compile.programs import Programs
+from dflash_jax.decoding.cycle import in_one_graph
 from dflash_jax.engine import STOP_WIDTH, Engine
 from dflash_jax.engine.warmup import Jobs
 from dflash_jax.execution import switches
@@ -31,7 +32,7 @@ from dflash_jax.models.presets import (
     MOE_TARGETS,
     TARGETS,
 )
-from dflash_jax.parallel.ranks import AXIS, Ranks
+from dflash_jax.parallel.ranks import AXIS, Ranks, held
 
 KIND, BFLOAT16 = "NVIDIA H100", jnp.dtype(jnp.bfloat16)
 # What waits for other GPUs: sums of products, and gathered choices.
@@ -153,3 +154,27 @@ def test_greedy_loops_exchange_in_kernels(name, slots, count, kept):
         cycles = jobs.loop(slots, 8)()
     found = {meeting: len(re.findall(rf"stablehlo.{meeting}\W", cycles)) for meeting in MEETINGS}
     assert found == {"all_reduce": 0, "all_gather": 2, "all_to_all": 0}
+
+
+@pytest.mark.few("greedy-gpt_oss-1-2")
+@pytest.mark.parametrize(("slots", "count"), [(1, 2), (8, 8)], ids=["1-2", "8-8"])
+@pytest.mark.parametrize("name", ["latents", "gpt_oss", "gemma3", "gemma4", "compressed"])
+@pytest.mark.parametrize("mode", ["greedy", "sampled"])
+def test_layers_one_by_one_add_up_in_kernels(mode, name, slots, count):
+    """Nobody waits for a collective in a greedy loop; where tokens are drawn, logits alone are gathered."""
+    device = jax.sharding.AbstractDevice(device_kind=KIND, num_cores=None, platform="gpu")
+    mesh = jax.sharding.AbstractMesh((count,), (AXIS,), (jax.sharding.AxisType.Auto,), abstract_device=device)
+    ranks = Ranks(mesh)
+    with jax.sharding.use_abstract_mesh(mesh):
+        engine = engine_of(name, ranks, slots)
+        jobs: Any = Jobs(engine, engine.setup(mode=mode, draft=True), STOP_WIDTH)
+        jobs.prepare = partial(lowered, ranks)
+        before, loop = jobs.loop(slots, 8)().split("stablehlo.while", 1)
+        weights = {role: held(table) for role, table in engine.weights.items()}
+        setup = jobs.setup.of_rank()
+        plans = setup.plans(weights, slots, engine.buckets.width[-1], engine.pool_shapes())
+    gathers = 0 if mode == "greedy" or getattr(engine.target, "tie_embeddings", False) else 2
+    assert "stablehlo.all_gather" in before
+    assert sum(len(re.findall(rf"stablehlo.{meeting}\W", loop)) for meeting in MEETINGS) == gathers
+    assert plans.target.exchange
+    assert in_one_graph(setup, plans) == (mode == "greedy")

@@ -37,6 +37,11 @@ class RankExchange(NamedTuple):
     def ranks(self) -> int:
         return self.area.shape[1]
 
+    @property
+    def room(self) -> int:
+        """Bytes that a rank hands over through all places."""
+        return 4 * self.area.shape[2] * self.area.shape[3]
+
 
 def first_values(ranks: int, places: int, words: int) -> tuple[jax.Array, jax.Array]:
     """`counts` and `area` of a `RankExchange` that nobody has used."""

@@ -1,4 +1,4 @@
-"""Rows in registers: kernels with one warpgroup a row, loads, the RMS norm, float8 words, reductions."""
+"""Rows in registers: kernels with one warpgroup a row or a piece of an array, loads, the RMS norm, float8 words, reductions."""
 
 # pyright: reportAbstractUsage=false, reportPrivateImportUsage=false
 
@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -108,6 +109,56 @@ def store_padded(ref: Any, row: jax.Array) -> None:
         ref[...] = row
     else:
         _store_padded(ref, row)
+
+
+def _piece_interpreted(ref: Any, place: Any, *, width: int) -> jax.Array:
+    return lax.dynamic_slice(jnp.pad(ref[...], (0, -ref.shape[0] % width)), (place * width,), (width,))
+
+
+@thread_op(
+    args=(GLOBAL, SCALAR),
+    returns=lambda ref, _, *, width: plgpu.ShapeDtypeStruct((width,), ref.dtype, layout=_strided(width, VECTOR)),
+    interpret=_piece_interpreted,
+)
+def load_piece(ref: Any, place: Any, *, width: int) -> Any:
+    """`width` numbers of a flat array in global memory, whole vectors of all threads, from `place * width` on; zeros behind its
+    end, which is one of a vector."""
+    (count,), kind = th.shape_and_strides(ref)[0], ir.MemRefType(ref.type).element_type
+    size, base, registers = utils.bytewidth(kind), th.address(ref), []
+    for first in range(0, width, VECTOR * WARPGROUP):
+        number = th.add(th.mul(place, width), th.add(th.mul(th.thread(), VECTOR), first))
+        words = th.load(th.offset(base, th.mul(number, size)), VECTOR * size // 4, there=th.under(number, count))
+        packed = vectors.from_elements(ir.VectorType.get((len(words),), th.i32()), words)
+        registers.append(vectors.bitcast(ir.VectorType.get((VECTOR,), kind), packed))
+    layout = mgpu.WGStridedFragLayout((width,), VECTOR)
+    return mgpu.FragmentedArray(_registers=np.array(registers, dtype=object), _layout=layout, _is_signed=None)
+
+
+def _piece_stored(ref: Any, piece: Any, place: Any) -> None:
+    width = piece.shape[0]
+    whole, rest = divmod(ref.shape[0], width)
+
+    for there, count in ((place < whole, width), (place == whole, rest)):
+        if count:
+
+            @pl.when(there)
+            def _(count: int = count) -> None:
+                ref.at[pl.ds(place * width, count)][...] = piece[:count]
+
+
+@thread_op(args=lambda _, piece, __: (GLOBAL, _strided(piece.shape[0], VECTOR), SCALAR), interpret=_piece_stored)
+def store_piece(ref: Any, piece: Any, place: Any) -> None:
+    """Stores what `load_piece` loads, without the zeros."""
+    (count,), size = th.shape_and_strides(ref)[0], utils.bytewidth(ir.MemRefType(ref.type).element_type)
+    base, held, width = th.address(ref), VECTOR * size // 4, piece.shape[0]
+    for index, register in enumerate(piece.registers.flat):
+        number = th.add(th.mul(place, width), th.add(th.mul(th.thread(), VECTOR), index * VECTOR * WARPGROUP))
+        packed = vectors.bitcast(ir.VectorType.get((held,), th.i32()), register)
+        words = [vectors.extract(packed, dynamic_position=[], static_position=[i]) for i in range(held)]
+        names = ", ".join(f"${i + 1}" for i in range(held))
+        th.when(
+            th.under(number, count), f"st.global.v{held}.b32 [$0], {{{names}}};", th.offset(base, th.mul(number, size)), *words
+        )  # fmt: skip
 
 
 def _kept_interpreted(target: Any, row: Any) -> None:

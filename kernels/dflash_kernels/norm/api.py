@@ -2,10 +2,12 @@
 the call runs."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 from jaxtyping import Array, Float, Int
 
+from dflash_kernels.core.device import require_hopper
 from dflash_kernels.core.dispatch import first_fitting
 from dflash_kernels.core.rank_exchange import RankExchange
 from dflash_kernels.core.validation import check_axes, check_count, check_filled, check_floats, check_integers
@@ -69,6 +71,15 @@ def stream_norm(
         return first_fitting(
             "stream_norm", STREAM, implementation, stream, rows, weight, eps=eps, zero_centered=zero_centered
         )  # fmt: skip
+
+
+def reduce_add_norm_refusal(width: int, dtype: Any) -> str | None:
+    """Why `reduce_add_norm` has no kernel for streams of this width and dtype, with bfloat16 weights; None where it has."""
+    try:
+        require_hopper()
+    except NotImplementedError as reason:
+        return str(reason)
+    return mosaic_gpu.rows_refusal(width, dtype)
 
 
 def reduce_add_norm(

@@ -94,8 +94,13 @@ def launch_stream_norm(
     return kernel.stream_norm(stream, rows, weight, eps, interpret, zero_centered=zero_centered)
 
 
+def rows_refusal(width: int, dtype: Any, kind: Any = jnp.bfloat16) -> str | None:
+    """Why no kernel here takes rows of this width and dtype with a norm's weight of this kind."""
+    if kind != jnp.bfloat16 or width % WIDTH or dtype not in (jnp.bfloat16, jnp.float32):
+        return f"takes bfloat16 weights of a multiple of {WIDTH}, not {kind} of {width} for {dtype}"
+    return None
+
+
 def _require_rows(dtype: Any, weight: Array) -> None:
-    if weight.dtype != jnp.bfloat16 or weight.shape[0] % WIDTH or dtype not in (jnp.bfloat16, jnp.float32):
-        raise NotImplementedError(
-            f"takes bfloat16 weights of a multiple of {WIDTH}, not {weight.dtype} of {weight.shape[0]} for {dtype}"
-        )
+    if (reason := rows_refusal(weight.shape[0], dtype, weight.dtype)) is not None:
+        raise NotImplementedError(reason)

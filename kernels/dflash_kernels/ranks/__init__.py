@@ -1,1 +1,1 @@
-"""Exchanges between GPUs inside kernels of this package: their memory, and the gather of a few words of all."""
+"""Exchanges between GPUs inside kernels of this package: their memory, the gather of a few words of all, and sums."""

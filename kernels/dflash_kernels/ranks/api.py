@@ -1,18 +1,20 @@
-"""Exchanges between the GPUs of one process: memory for them, and words of all put side by side."""
+"""Exchanges between the GPUs of one process: memory for them, words of all put side by side, and sums of all."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from dflash_kernels.core.device import require_hopper
 from dflash_kernels.core.dispatch import first_fitting
 from dflash_kernels.core.rank_exchange import RankExchange
+from dflash_kernels.core.validation import check_axes, check_floats
 from dflash_kernels.ranks import mosaic_gpu, reference
 
 GATHER = {"mosaic_gpu": mosaic_gpu.gather_ranks_mosaic_gpu, "xla": reference.gather_ranks_xla}
+REDUCE = {"mosaic_gpu": mosaic_gpu.reduce_ranks_mosaic_gpu, "xla": reference.reduce_ranks_xla}
 GATHERED = mosaic_gpu.GATHERED
 
 
@@ -45,6 +47,11 @@ def row_exchange(rows: int, width: int, dtype: Any, *, axis: str) -> RankExchang
     return rank_exchange(rows, width * jnp.dtype(dtype).itemsize // 4, axis=axis)
 
 
+def sum_exchange(count: int, dtype: Any, *, axis: str) -> RankExchange:
+    """Of `reduce_ranks` for up to `count` numbers of this dtype, or as many bytes of another."""
+    return rank_exchange(-(-count * jnp.dtype(dtype).itemsize // (4 * mosaic_gpu.SUMMED)), mosaic_gpu.SUMMED, axis=axis)
+
+
 def gather_ranks(
     words: Int[Array, "M"],
     *,
@@ -65,3 +72,30 @@ def gather_ranks(
     """
     with jax.named_scope("gather_ranks"):
         return first_fitting("gather_ranks", GATHER, implementation, words, axis=axis, exchange=exchange)
+
+
+def reduce_ranks(
+    x: Float[Array, "M D"],
+    *,
+    axis: str | None = None,
+    exchange: RankExchange | None = None,
+    implementation: str | Sequence[str] | None = None,
+) -> Float[Array, "M D"]:
+    """The sum of what all devices along a mesh's axis have, added in float32 in order of devices and rounded once.
+
+    So all have the same bits, and those of a number do not depend on how many there are.
+
+    Args:
+      x: of this device; bfloat16 or float32 for the kernel.
+      axis: of the `shard_map` that this is called in; None on one device.
+      exchange: of `sum_exchange`, for the kernel that writes to the other devices' memory itself.
+      implementation: a name, names to try in order, or None for the best that takes the call.
+
+    Raises:
+      ValueError: x is of another kind than said.
+      NoImplementationError: nothing named takes these arguments.
+    """
+    check_axes(x=(x, "M D"))
+    check_floats(x=x)
+    with jax.named_scope("reduce_ranks"):
+        return first_fitting("reduce_ranks", REDUCE, implementation, x, axis=axis, exchange=exchange)
