@@ -157,8 +157,8 @@ def test_shares_of_the_experts_add_up() -> None:
     """To what the definition gives of all of them, though a share has none of some token's."""
     call, matrices = make(6, 6, 64, 64)
     call |= {name: call[name].astype(jnp.float32) for name in ("x", "gate_up_bias", "down_bias")}
-    how: Any = {"taken": 2, "alpha": GATE.alpha, "limit": GATE.limit}
-    parts = [mxfp4_mixture(**share(call, first, 2), **how) for first in (0, 2, 4)]
+    of_share = jax.jit(lambda call: mxfp4_mixture(**call, taken=2, alpha=GATE.alpha, limit=GATE.limit))
+    parts = [of_share(share(call, first, 2)) for first in (0, 2, 4)]
     true = true_values(call, matrices, 2)
     np.testing.assert_allclose(jnp.stack(parts).sum(axis=(0, 1)), true, rtol=0, atol=1e-5 * np.abs(true).max())
 

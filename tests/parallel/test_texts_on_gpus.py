@@ -99,7 +99,7 @@ def mxfp4() -> Case:
     made = gpt_oss()
     assert made.tensors is not None
     file = made.config | {"quantization_config": {"quant_method": "mxfp4"}}
-    return replace(made, config=file, tensors=gpt_oss_reference.packed(made.tensors))
+    return replace(made, config=file, tensors=gpt_oss_reference.packed(made.tensors), mean=0.15)
 
 
 def gemma(kind: str, sizes: dict[str, Any], **allowed: Any) -> Case:
@@ -108,7 +108,7 @@ def gemma(kind: str, sizes: dict[str, Any], **allowed: Any) -> Case:
 
 
 # Wrong sums choose tokens some units below the greatest. Bfloat16 turns near ties, and experts of near ties, which takes more: on
-# one H100 experts' mean was 0.01, with 97 % exact; Gemma 4's on one CPU 0.10, with 90 %.
+# one H100 experts' mean was 0.01, with 97 % exact; Gemma 4's on one CPU 0.10, with 90 %, gpt-oss's in four bits 0.05, with 97 %.
 # Of pages in eight bits a text's own are rounded, and those of who judges it as well, but of other tokens' pages.
 CASES: dict[str, Callable[[], Case]] = {
     "dealt_latents": lambda: Case(LATENT, dealt=lambda ranks: ranks),
