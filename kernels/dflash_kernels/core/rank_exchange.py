@@ -18,6 +18,8 @@ import jax.numpy as jnp
 from dflash_kernels.core.layouts import EMPTY
 
 AREAS = 3
+# Words of a place for sums: a row of few features is a CTA or two, and hundreds of rows are no more CTAs than run at once.
+SUMMED = 1024
 
 
 class RankExchange(NamedTuple):

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from dflash_kernels.core.device import require_hopper
 from dflash_kernels.core.dispatch import first_fitting
-from dflash_kernels.core.rank_exchange import RankExchange
+from dflash_kernels.core.rank_exchange import SUMMED, RankExchange
 from dflash_kernels.core.validation import check_axes, check_floats
 from dflash_kernels.ranks import mosaic_gpu, reference
 
@@ -49,7 +49,7 @@ def row_exchange(rows: int, width: int, dtype: Any, *, axis: str) -> RankExchang
 
 def sum_exchange(count: int, dtype: Any, *, axis: str) -> RankExchange:
     """Of `reduce_ranks` for up to `count` numbers of this dtype, or as many bytes of another."""
-    return rank_exchange(-(-count * jnp.dtype(dtype).itemsize // (4 * mosaic_gpu.SUMMED)), mosaic_gpu.SUMMED, axis=axis)
+    return rank_exchange(-(-count * jnp.dtype(dtype).itemsize // (4 * SUMMED)), SUMMED, axis=axis)
 
 
 def gather_ranks(

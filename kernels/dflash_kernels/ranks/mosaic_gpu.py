@@ -10,10 +10,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from dflash_kernels.core.device import require_hopper
-from dflash_kernels.core.rank_exchange import RankExchange, first_values
+from dflash_kernels.core.rank_exchange import SUMMED, RankExchange, first_values
 
 GATHERED = 512  # words that one CTA hands over: the size of a place
-SUMMED = 1024  # the same of sums: a row of few features is a CTA or two, and hundreds of rows are no more CTAs than run at once
 MOST_RANKS = 8  # of one host
 VECTOR = 4  # neighbouring numbers of one thread
 

@@ -7,10 +7,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from dflash_kernels.core.rank_exchange import RankExchange
+from dflash_kernels.core.rank_exchange import SUMMED, RankExchange
 from dflash_kernels.mosaic_gpu import rank_mailbox
 from dflash_kernels.mosaic_gpu.rows import load_piece, row_kernel, store_piece
-from dflash_kernels.ranks.mosaic_gpu import SUMMED
 
 
 def gather_ranks(words: jax.Array, exchange: RankExchange) -> jax.Array:

@@ -117,8 +117,8 @@ class Plan:
 
 
 def most_groups(experts: int) -> int:
-    """Words of an exchange: groups that so many experts may have, and those of 360 at least."""
-    return max(512, experts * 7 // 5)
+    """Words of an exchange: groups that so many experts may have, also as a share of others, and those of 256 at least."""
+    return max(512, experts + MOST_EXPERTS * 2 // 5)
 
 
 def _threads(experts: int) -> int:
@@ -144,8 +144,8 @@ def plan(
 ) -> Plan:
     """Tiling of a mixture's two products. Raises NotImplementedError with the reason for shapes that do not tile."""
     entries = tokens * top_k
-    if not 0 < experts <= MOST_EXPERTS:
-        raise NotImplementedError(f"takes 1 to {MOST_EXPERTS} experts, not {experts}")
+    if not 0 < experts <= MOST_EXPERTS or (among or 0) > MOST_EXPERTS:
+        raise NotImplementedError(f"takes 1 to {MOST_EXPERTS} experts, not {max(experts, among or 0)}")
     if not 0 < entries <= MOST_ENTRIES:
         raise NotImplementedError(f"takes 1 to {MOST_ENTRIES} choices of tokens, not {entries}")
     if choice is not None and top_k > MOST_TAKEN:

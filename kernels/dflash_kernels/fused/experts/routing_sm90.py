@@ -274,7 +274,9 @@ def sort_entries(given: list[Any], tables: list[Any], *, plan: Plan) -> None:
     th.warpgroup_barrier()
 
     own = [th.add(th.thread(), first) for first in range(0, plan.threads, WARPGROUP)]
-    of_warps = [[th.shared_word(counts, th.add(expert, warp * plan.threads)) for warp in range(WARPS)] for expert in own]
+    of_warps = [
+        [th.shared_word(counts, th.add(expert, warp * plan.threads)) for warp in range(WARPS)] for expert in own
+    ]
     found = [functools.reduce(th.add, each) for each in of_warps]
     sums = _sums_before([_packed(plan, count) for count in found], sums_of_warps)
     for expert, count, each, value in zip(own, found, of_warps, sums, strict=True):
