@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -26,6 +27,7 @@ from dflash_jax.quantization.weights import quantize
 
 from ..devices import on
 
+V1 = Path(__file__).parents[1] / "data" / "dflash"
 PAIR = [(TARGETS["Qwen3-4B"], family_named("qwen3")), (DRAFTERS["Qwen3-4B-DFlash-b16"], family_named("dflash"))]
 
 
@@ -184,16 +186,18 @@ def test_costs_count_its_bytes_alone() -> None:
 
 @pytest.mark.few
 def test_no_text_depends_on_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """The shipped pair: the same texts and, as the head decides, the same acceptance; `info` says what the copy takes."""
+    """The shipped target with v1's drafter: the same texts and, as the head decides, the same acceptance; `info` says what the copy
+    takes."""
     prompts, params = (
         ["def test_", "class Matrix:", "The quick brown fox"],
         dj.SamplingParams(max_tokens=60, ignore_eos=True),
     )
     sampled = dj.SamplingParams(max_tokens=30, ignore_eos=True, temperature=1.0, seed=3)
-    exact = dj.load(max_batch=1, max_model_len=128)
+    options: Any = {"draft": V1, "max_batch": 1, "max_model_len": 128}
+    exact = dj.load(**options)
     assert HEAD_INDEX not in exact.engine.weights["draft"]
     monkeypatch.setattr(weights, "index_pays", lambda head: True)
-    model, facts = dj.load(max_batch=1, max_model_len=128), collect(max_model_len=128)
+    model, facts = dj.load(**options), collect(**options)
     index = model.engine.weights["draft"][HEAD_INDEX]
     assert facts["memory"]["head_index_bytes"] == index.values.nbytes + index.scales.nbytes
     assert model.memory.weights - exact.memory.weights == facts["memory"]["head_index_bytes"]
