@@ -16,7 +16,7 @@ from dflash_kernels import (
     routed_experts_refusal,
 )
 from dflash_kernels.fused.experts.mosaic_gpu import launch, launch_choices
-from dflash_kernels.fused.experts.plan import Choice, plan
+from dflash_kernels.fused.experts.plan import Choice, most_groups, plan
 from dflash_kernels.fused.experts.reference import chosen
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -214,6 +214,12 @@ def test_lowers_for_an_h200(tokens: int, taken: int, count: int, hidden: int, in
 def test_refusals_name_their_reason(sizes: tuple[int, int, int, int, int], reason: str) -> None:
     with pytest.raises(NotImplementedError, match=reason):
         plan(*sizes, ctas=132)
+
+
+@pytest.mark.parametrize(("tokens", "count", "among"), [(512, 320, 640), (300, 400, 1600), (230, 640, 1280), (1, 4, 8)])
+def test_an_exchange_has_room_for_the_groups_of_a_share(tokens: int, count: int, among: int) -> None:
+    for choice in (Choice(True, 1.0), None):
+        assert plan(tokens, 8, count, 128, 128, 132, choice, among).groups <= most_groups(count)
 
 
 def test_other_dtypes_are_refused() -> None:

@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dflash_kernels.core.mxfp4 import PIECE, PIECES, SHIFT, TILE
 from dflash_kernels.fused.experts.plan_mxfp4 import KEPT, Mxfp4Plan
-from dflash_kernels.fused.experts.routing_sm90 import sort_entries
+from dflash_kernels.fused.experts.routing_sm90 import sort_call
 from dflash_kernels.fused.experts.rows_sm90 import load_rows, store_out, touch_tiles, zero_rows
 from dflash_kernels.mosaic_gpu.counters import announce, await_announced_by
 from dflash_kernels.mosaic_gpu.layouts import TILED, row_of
@@ -232,7 +232,7 @@ def consume(cta: Cta, warpgroup: Any) -> None:
 
     @pl.when(warpgroup == 0)
     def _():
-        sort(cta)
+        sort_call(cta)
         plgpu.barrier_arrive(cta.buffers["sorted_in"])
         zero_others(cta)
 
@@ -248,12 +248,6 @@ def consume(cta: Cta, warpgroup: Any) -> None:
     items, _ = cta.work_items(of_item)
     # Every completion of a barrier is waited for.
     Ring(KEPT, None, added).drain(items)
-
-
-def sort(cta: Any) -> None:
-    """Writes the tables of a CTA, by one warpgroup."""
-    given = [cta.refs[name] for name in ("entries", "weights", "first") if name in cta.refs]
-    sort_entries(given, [cta.buffers[name] for name in ("sorted", "shares", "spare", "groups")], plan=cta.plan)
 
 
 def zero_others(cta: Any) -> None:

@@ -26,6 +26,7 @@ from dflash_kernels.core.mxfp4 import PIECE, PIECES, SHIFT, TILE
 from dflash_kernels.fused.experts import mosaic_gpu_mxfp4_few_sm90 as few
 from dflash_kernels.fused.experts import mosaic_gpu_mxfp4_one_sm90 as one
 from dflash_kernels.fused.experts.plan_mxfp4 import Mxfp4Plan
+from dflash_kernels.fused.experts.routing_sm90 import sort_call
 from dflash_kernels.fused.experts.rows_sm90 import gather_rows, store_out
 from dflash_kernels.mosaic_gpu import stages
 from dflash_kernels.mosaic_gpu.counters import announce, await_announced
@@ -243,7 +244,7 @@ def consume(cta: Cta, warpgroup: Any) -> None:
 
     @pl.when(warpgroup == 0)
     def _():
-        few.sort(cta)
+        sort_call(cta)
         plgpu.barrier_arrive(cta.buffers["is_sorted"])
         few.zero_others(cta)
 

@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dflash_kernels.fused.experts.plan import BLOCK, ROWS, UNIT, Plan
-from dflash_kernels.fused.experts.routing_sm90 import sort_entries
+from dflash_kernels.fused.experts.routing_sm90 import sort_call
 from dflash_kernels.fused.experts.rows_sm90 import gather_rows, store_out, zero_rows
 from dflash_kernels.mosaic_gpu import ptx as th
 from dflash_kernels.mosaic_gpu import stages
@@ -242,9 +242,7 @@ def produce_activations(cta: Cta) -> None:
 
 def consume(cta: Cta) -> None:
     """Sorts, then multiplies and has the epilogues, work item by work item."""
-    given = [cta.refs[name] for name in ("entries", "weights", "first") if name in cta.refs]
-    tables = [cta.buffers[name] for name in ("sorted", "shares", "spare", "groups")]
-    sort_entries(given, tables, plan=cta.plan)
+    sort_call(cta)
     plgpu.barrier_arrive(cta.buffers["is_sorted"])
     plgpu.barrier_wait(cta.buffers["is_sorted"])
     if cta.plan.among is not None:

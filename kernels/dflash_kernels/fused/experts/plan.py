@@ -144,8 +144,8 @@ def plan(
 ) -> Plan:
     """Tiling of a mixture's two products. Raises NotImplementedError with the reason for shapes that do not tile."""
     entries = tokens * top_k
-    if not 0 < experts <= MOST_EXPERTS or (among or 0) > MOST_EXPERTS:
-        raise NotImplementedError(f"takes 1 to {MOST_EXPERTS} experts, not {max(experts, among or 0)}")
+    if not 0 < experts <= MOST_EXPERTS:
+        raise NotImplementedError(f"takes 1 to {MOST_EXPERTS} experts, not {experts}")
     if not 0 < entries <= MOST_ENTRIES:
         raise NotImplementedError(f"takes 1 to {MOST_ENTRIES} choices of tokens, not {entries}")
     if choice is not None and top_k > MOST_TAKEN:
@@ -153,7 +153,7 @@ def plan(
     if hidden % (UNIT * BLOCK) or inner % (UNIT * BLOCK):
         raise NotImplementedError(f"takes widths in {UNIT * BLOCK}s, not {hidden} and {inner}")
     # Few columns cost nothing beside the weights; an expert that more tokens take is read again, out of the cache.
-    everyones = among or experts
+    everyones = min(among or experts, MOST_EXPERTS)  # so that `most_groups` holds for a share of more
     columns = next((size for size in (8, 16, 32) if entries <= everyones * size * 2 // 5), 64)
     x_stage = UNIT * BLOCK * 2 * columns
     x_stages = max(X_SHARED // x_stage, 3) if columns > 8 else 8

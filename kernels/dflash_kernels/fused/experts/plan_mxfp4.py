@@ -102,7 +102,7 @@ def plan(
     if hidden % TILE or inner % TILE:
         raise NotImplementedError(f"takes widths in {TILE}s, not {hidden} and {inner}")
     units = hidden // TILE, inner // TILE
-    everyones = among or experts
+    everyones = min(among or experts, MOST_EXPERTS)
     columns = next((size for size in (8, 16, 32) if entries <= everyones * size * 2 // 5), 64)
     consumers = next(count for count in CONSUMERS[columns > 8] if all(size % count == 0 for size in units))
     rows = 2 * max(hidden, inner) * columns * 2

@@ -305,6 +305,12 @@ def sort_entries(given: list[Any], tables: list[Any], *, plan: Plan) -> None:
     th.warpgroup_barrier()
 
 
+def sort_call(cta: Any) -> None:
+    """`sort_entries` of a call, by the names that its arrays and buffers have in each of these kernels."""
+    given = [cta.refs[name] for name in ("entries", "weights", "first") if name in cta.refs]
+    sort_entries(given, [cta.buffers[name] for name in ("sorted", "shares", "spare", "groups")], plan=cta.plan)
+
+
 def _each_entry(plan: Plan, flat: Any, counts: Any, work: Callable[[Any, Any], None]) -> None:
     """`work(entry, count)` for entries that are somebody's, where count is what this warp has counted for its expert before.
 
