@@ -33,7 +33,7 @@ MOST_REGARDED = 16  # of them
 LEAST_BYTES = 2**27  # of a head: a smaller one is read in the time that the choice among candidates takes
 MOST_ROWS = 2048  # that one launch multiplies
 WHOLE_WIDTH = 512  # rows of a multiple of it are rounded by a launch
-FEWEST_ROWS = 64  # that a product is made of
+FEWEST_ROWS = 8  # that a product is made of
 
 
 def index_pays(head: Any) -> bool:
@@ -151,7 +151,7 @@ def shortlist(
         return None
     if len(head) < count or len(rows) > MOST_ROWS:
         return None
-    padded = jnp.pad(rows, ((0, max(FEWEST_ROWS - len(rows), 0)), (0, 0)))
+    padded = jnp.pad(rows, ((0, -len(rows) % FEWEST_ROWS), (0, 0)))
     rough = float8_dense(rounded(padded, index), index.values, index.scales)[: len(rows)]
     _, found = largest(rough, LISTED)
     wide = head.at[found].get(mode="promise_in_bounds").astype(jnp.float32)

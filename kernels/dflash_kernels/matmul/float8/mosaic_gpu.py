@@ -88,8 +88,8 @@ def launch(
 ) -> tuple[Array, ...]:  # fmt: skip
     """The kernel without the device check: for tests on the CPU (`interpret`). `compared`: dtype that "argmax" compares in."""
     m, features = x.values.shape[0], weight.shape[0] // (2 if epilogue == "swiglu" else 1)
-    # The argmax leaves out the rows of a tile that are padding.
-    ragged = epilogue == "argmax" and m < WGMMA_M
+    # The argmax leaves out the rows of a tile that are padding; a store writes none in whole copies.
+    ragged = m < WGMMA_M and (epilogue == "argmax" or (epilogue == "store" and m % FEWEST_ROWS == 0))
     require_product(WGMMA_M if ragged else m, dtype, weight.shape[1])
     if features % 16:
         raise NotImplementedError(f"takes a multiple of 16 features, not {features}")
