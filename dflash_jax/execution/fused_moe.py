@@ -18,11 +18,10 @@ from dflash_kernels import (
     add_norm_scores,
     dense_parts,
     dense_refusal,
-    dense_scores_parts,
+    dense_scores,
     few_linear,
     few_linear_refusal,
     routed_experts_exchange,
-    score_parts,
 )
 from jaxtyping import Array, Float
 
@@ -161,17 +160,13 @@ def _fed(
         stream, normed = summed_norm(parts, stream, layer.post_norm, ranks)
         if not feed.routed:
             return stream, feed.of_rank(normed)[None]
-        scores = dense_scores_parts(normed, feed.router.weight[...])
+        scores = dense_scores(normed, feed.router.weight[...])
     elif not feed.routed:
         stream, normed = add_norm(parts, stream, **norm)
         return stream, feed(normed)[None]
     else:
         scorer, bias = feed.router.weight[...], feed.router.score_bias
-        if bias is None and score_parts(*stream.shape, stream.dtype) > 1:
-            stream, normed = add_norm(parts, stream, **norm)
-            scores = dense_scores_parts(normed, scorer)
-        else:
-            stream, normed, scores = add_norm_scores(parts, stream, scorer=scorer, bias=bias, **norm)
+        stream, normed, scores = add_norm_scores(parts, stream, scorer=scorer, bias=bias, **norm)
     parts = feed.experts.parts(normed, feed.router, scores, exchange)
     shared = feed.beside(normed)
     if ranks is None and ranks_here() > 1:

@@ -220,10 +220,10 @@ class Experts(nnx.Module):
         return self.in_kernels and routed_experts_refusal(tokens, taken, dtype, **sizes) is None
 
     def parts(
-        self, x: Float[Array, "T D"], router: Router, logits: Float[Array, "*S T E"], exchange: Any = None
+        self, x: Float[Array, "T D"], router: Router, logits: Float[Array, "T E"], exchange: Any = None
     ) -> Float[Array, "k T D"]:
         """Weighted outputs of a token's experts, float32, still to be added; if ranks share experts, those of this one. Nothing
-        differentiates this where a kernel does it. `logits` may come in parts (`dense_scores_parts`)."""
+        differentiates this where a kernel does it."""
         gate_up, down = (self._by_expert(matrix) for matrix in (self.first, self.down_proj))
         config, ranks = router.config, ranks_here()
         if config.routing == "greedy" and config.num_groups == 1:
@@ -235,7 +235,7 @@ class Experts(nnx.Module):
                 "first": None if ranks == 1 else own_rank() * (self.count - self.shared),
             }
             return mixture(logits, x, gate_up, down, exchange=exchange, **how)
-        experts, weights = router.choose(logits.sum(axis=0) if logits.ndim == 3 else logits)
+        experts, weights = router.choose(logits)
         if ranks > 1:
             experts, weights = own_choices(experts, weights, self.count, shared=self.shared)
         return routed_experts(x, experts, weights, gate_up, down, exchange=exchange)

@@ -64,7 +64,7 @@ from dflash_kernels.matmul.dense.api import (
     dense_parts,
     dense_refusal,
 )
-from dflash_kernels.matmul.dense.reference import dense_scores, dense_scores_parts, score_parts
+from dflash_kernels.matmul.dense.reference import dense_scores
 from dflash_kernels.matmul.few.api import few_linear, few_linear_refusal
 from dflash_kernels.matmul.float8.api import (
     float8_best,
@@ -159,7 +159,6 @@ __all__ = [
     "dense_parts",
     "dense_refusal",
     "dense_scores",
-    "dense_scores_parts",
     "dequantize_output",
     "dequantize_tensor",
     "drawn_candidates",
@@ -236,7 +235,6 @@ __all__ = [
     "row_exchange",
     "scaled_logits",
     "schedule_helps",
-    "score_parts",
     "share_of_choices",
     "stream_norm",
     "sum_exchange",

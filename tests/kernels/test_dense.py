@@ -21,8 +21,6 @@ from dflash_kernels import (
     dense_gated,
     dense_parts,
     dense_refusal,
-    dense_scores_parts,
-    score_parts,
 )
 from dflash_kernels.matmul.dense.mosaic_gpu import (
     launch,
@@ -219,17 +217,6 @@ def test_add_norm_scores_with_a_bias(rows: int) -> None:
     bias = jax.random.normal(jax.random.key(0), (8,)).astype(jnp.bfloat16)
     check_scores(call, scorer, launch_add_norm_scores(*call, scorer, bias, **ROUNDED_LAST, interpret=INTERPRET), bias)
     check_scores(call, scorer, add_norm_scores(*call, scorer, bias, **ROUNDED_LAST, implementation="xla"), bias)
-
-
-@pytest.mark.parametrize(("rows", "parts"), [(16, 1), (17, 16)])
-def test_scores_in_parts(rows: int, parts: int) -> None:
-    """Of more rows than one launch norms and scores; added up they are what is asked for."""
-    (x, scorer), width = make("store", rows, 9, 2048), 2048
-    found = dense_scores_parts(x, scorer)
-    assert found.shape == (parts, rows, 9) == (score_parts(rows, width, x.dtype), rows, 9)
-    true = np.asarray(x, np.float64) @ np.asarray(scorer, np.float64).T
-    np.testing.assert_allclose(found.sum(axis=0), true, rtol=0, atol=1e-5 * np.abs(true).max())
-    assert dense_scores_parts(x.astype(jnp.float32), scorer).shape[0] == 1
 
 
 def check_product(

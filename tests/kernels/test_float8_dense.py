@@ -123,8 +123,7 @@ def test_the_definitions(form: str) -> None:
 @pytest.mark.parametrize(
     ("form", "rows", "features", "depth"),
     [
-        ("store", 16, 48, 128),
-        ("store", 64, 48, 128),
+        ("store", 16, 48, 128), ("store", 64, 48, 128),
         ("swiglu", 128, 96, 384),
         ("split_k", 100, 64, 512),
         ("store", 320, 144, 256),

@@ -132,22 +132,6 @@ def test_the_kernel_chooses(normed: bool, shared: bool, tokens: int) -> None:
     check(named, given)
 
 
-@pytest.mark.parametrize("first", [None, 2])
-def test_logits_may_come_in_parts(first: int | None) -> None:
-    """Which are added up from the first on, bit by bit as their sum would be taken."""
-    call = make(drawn(21, 2, 6), 7, 128, 128)
-    number, here = (None, 7) if first is None else (jnp.int32(first), 4)
-    matrices = [call["x"], *(call[name][:here] for name in ("gate_up", "down"))]
-    parts = jax.random.normal(jax.random.key(1), (3, 21, 7)) * jnp.asarray([1e4, 1.0, -1e4])[:, None, None]
-    whole = parts[0] + parts[1] + parts[2]
-    choice, how = Choice(True, 1.5, True), {"taken": 2, "normed": True, "scale": 1.5, "shared": True, "first": number}
-    found, given = (mixture(each, *matrices, **how, implementation="xla") for each in (parts, whole))
-    np.testing.assert_array_equal(found, given)
-    found, given = (launch_choices(each, 2, choice, matrices[2].shape, 4, number, INTERPRET) for each in (parts, whole))
-    np.testing.assert_array_equal(found[0], given[0])
-    np.testing.assert_array_equal(found[1], given[1])
-
-
 def share(call: dict[str, Any], first: int, count: int, shared: bool) -> list[jax.Array]:
     """x and the matrices of `count` experts from `first` on, and of the shared one."""
     kept = [*range(first, first + count), *([-1] if shared else [])]
@@ -320,7 +304,6 @@ def test_the_choice_of_a_share_is_that_of_the_definition(
     call = make(np.zeros((tokens, taken)), count + shared, 256, 128)
     logits = jnp.round(jax.random.normal(jax.random.key(count), (tokens, among + shared)) * 4) / 2
     logits = logits.at[0, :taken].set(9.0)
-    logits = jnp.stack([logits / 2, logits / 4, logits / 4])  # parts whose sum is exact
     how: Any = {"taken": taken, "normed": True, "scale": 1.5, "shared": shared}
     for first in (0, among - count):
         found, given = (

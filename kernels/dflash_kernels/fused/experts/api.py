@@ -76,7 +76,7 @@ def routed_experts(
 
 
 def mixture(
-    logits: Float[Array, "*S T A"],
+    logits: Float[Array, "T A"],
     x: Float[Array, "T D"],
     gate_up: Float[Array, "E twoF D"],
     down: Float[Array, "E D F"],
@@ -92,7 +92,7 @@ def mixture(
     """Mixture of experts with a top-k router: `routed_experts` of each token's `taken` largest logits, the first of equal ones.
 
     Args:
-      logits: float32, of all experts; or parts of them, which are added up (`dense_scores_parts`).
+      logits: float32, of all experts.
       normed: weights are the softmax of the logits that are taken; otherwise of all of them.
       scale: of the weights.
       shared: every token takes the last expert as well, which is not among those that logits choose from, as its choice
@@ -102,12 +102,12 @@ def mixture(
       x, gate_up, down, exchange, implementation: see `routed_experts`; what it gives and raises, too.
     """
     _check(x, gate_up, down)
-    check_axes(logits=(logits, "S T A" if logits.ndim == 3 else "T A"))
+    check_axes(logits=(logits, "T A"))
     check_floats(logits=logits)
     check_count(taken=taken)
-    (*parts, rows, scores), here = logits.shape, gate_up.shape[0]
+    (rows, scores), here = logits.shape, gate_up.shape[0]
     fits = rows == x.shape[0] and (scores == here if first is None else scores >= here)
-    if not fits or 0 in parts or not 0 < taken <= scores - shared:
+    if not fits or not 0 < taken <= scores - shared:
         raise ValueError(
             f"logits {logits.shape}, of which {taken} are taken, do not fit x {x.shape} and gate_up {gate_up.shape}"
         )

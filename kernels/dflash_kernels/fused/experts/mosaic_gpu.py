@@ -1,8 +1,6 @@
 """Launch of a mixture of experts for few rows on Hopper: what the kernel takes."""
 
-import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
@@ -17,7 +15,6 @@ from dflash_kernels.fused.experts.plan import (
     most_groups,
     plan,
 )
-from dflash_kernels.fused.experts.reference import summed
 
 
 def refuse(tokens: int, taken: int, dtype: Any, *, experts: int, hidden: int, inner: int) -> None:
@@ -62,9 +59,9 @@ def mixture_mosaic_gpu(
     how: Any = {"exchange": exchange, "ctas": target().multiprocessors}
     if x.shape[0] > MOST_CHOOSING:
         experts, weights = launch_choices(logits, taken, choice, down.shape, how["ctas"], first)
-        among = None if first is None else logits.shape[-1] - choice.shared
+        among = None if first is None else logits.shape[1] - choice.shared
         return launch(x, experts, weights, gate_up, down, among=among, **how)
-    return launch(x, summed(logits), None, gate_up, down, taken=taken, choice=choice, first=first, **how)
+    return launch(x, logits, None, gate_up, down, taken=taken, choice=choice, first=first, **how)
 
 
 def launch_choices(
@@ -77,10 +74,9 @@ def launch_choices(
     interpret: Any = None,
 ) -> tuple[Array, Array]:
     """`chosen` by a kernel: XLA would sort, in six launches. Of a share, experts by their numbers there, `NOBODY` for others'."""
-    (*parts, tokens, scores), (count, hidden, inner) = logits.shape, sizes
+    (tokens, scores), (count, hidden, inner) = logits.shape, sizes
     among = None if first is None else scores - choice.shared
     schedule = plan(tokens, taken + choice.shared, count, hidden, inner, ctas, choice, among)
-    schedule = dataclasses.replace(schedule, addends=math.prod(parts))
     given = [logits.reshape(-1).astype(jnp.float32), *([] if first is None else [_word(first)])]
     experts, weights = (part.reshape(tokens, -1) for part in _choices(schedule, given, interpret))
     return experts, weights

@@ -48,7 +48,6 @@ class Plan:
       choice: how experts are chosen by the kernel itself; None where they are given.
       among: how many experts tokens choose from, a shared one not counted, where the call has a share of them: entries of the
         others' experts are `NOBODY`'s, and results of theirs zeros. None where it has all.
-      addends: how many numbers a logit is the sum of.
     """
 
     tokens: int
@@ -63,7 +62,6 @@ class Plan:
     ctas: int
     choice: Choice | None = None
     among: int | None = None
-    addends: int = 1
 
     @property
     def entries(self) -> int:

@@ -1,7 +1,6 @@
 """Reference of `routed_experts` and `mixture` in jnp."""
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -23,11 +22,6 @@ def chosen(logits: Float[Array, "T E"], taken: int, choice: Choice) -> tuple[Int
     if choice.normed:
         weights = weights / weights.sum(axis=-1, keepdims=True)
     return experts, weights * choice.scale
-
-
-def summed(logits: Float[Array, "*S T A"]) -> Float[Array, "T A"]:
-    """Logits of which there are parts, added up from the first on."""
-    return functools.reduce(jnp.add, logits) if logits.ndim == 3 else logits
 
 
 def share_of_choices(
@@ -72,7 +66,7 @@ def routed_experts_reference(
 
 
 def mixture_reference(
-    logits: Float[Array, "*S T A"],
+    logits: Float[Array, "T A"],
     x: Float[Array, "T D"],
     gate_up: Float[Array, "E twoF D"],
     down: Float[Array, "E D F"],
@@ -83,7 +77,7 @@ def mixture_reference(
     exchange: Any = None,
 ) -> Float[Array, "k T D"]:
     """See `mixture`."""
-    experts, weights = chosen(summed(logits), taken, choice)
+    experts, weights = chosen(logits, taken, choice)
     if first is not None:
         experts, weights = share_of_choices(experts, weights, first, gate_up.shape[0], shared=choice.shared)
     return routed_experts_reference(x, experts, weights, gate_up, down, exchange)

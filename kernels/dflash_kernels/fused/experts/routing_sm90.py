@@ -30,8 +30,7 @@ def choices(
     """Experts and weights of all entries, `[T * k]` each, a launch of its own, for many tokens.
 
     Args:
-      given: logits `[T * plan.scores]`, or `plan.addends` such arrays one behind the other; of a share of the experts also the
-        number of the first one, `[1]`.
+      given: logits `[T * plan.scores]`; of a share of the experts also the number of the first one, `[1]`.
     """
 
     def body(*refs: Any) -> None:
@@ -54,10 +53,7 @@ def _tokens_chosen(given: list[Any], entries: Any, weights: Any, cta: Any, *, pl
 
         @pl.when(token < plan.tokens)
         def _(token: Any = token) -> None:
-            parts = [
-                given[0][pl.ds((part * plan.tokens + token) * plan.scores, plan.scores)] for part in range(plan.addends)
-            ]
-            one = functools.reduce(jnp.add, parts)[None]
+            one = given[0][pl.ds(token * plan.scores, plan.scores)][None]
             for target, (found,) in zip((entries, weights), _chosen(plan, choice, one, given[1:]), strict=True):
                 target[pl.ds(token * plan.top_k, plan.top_k)] = found.astype(target.dtype)
 
@@ -141,7 +137,7 @@ def _choice_of(plan: Plan, choice: Choice, logits: Any, token: Any, lane: Any) -
     share = th.fmul(th.fdiv(share, _summed(total)), th.real(choice.scale))
     if choice.shared:
         last, logit = _equal(lane, th.number(taken)), th.add(th.mul(token, plan.scores), plan.ranked)
-        of_shared = th.exp(th.fsub(th.real(0.0), th.as_real(_logit_at(plan, logits, logit))))
+        of_shared = th.exp(th.fsub(th.real(0.0), th.as_real(th.global_word(logits, logit))))
         of_shared = th.fdiv(th.real(1.0), th.fadd(th.real(1.0), of_shared))
         expert, share = th.select(last, th.number(plan.ranked), expert), th.select(last, of_shared, share)
     return expert, share
@@ -179,18 +175,7 @@ def _logit(plan: Plan, logits: Any, token: Any, place: Any) -> Any:
     """Bits of one logit; -inf past the last expert that is chosen by its logit."""
     there = th.under(place, plan.ranked)
     where = th.add(th.mul(token, plan.scores), th.select(there, place, th.number(0)))
-    return th.select(there, _logit_at(plan, logits, where), th.number(0xFF800000 - (1 << 32)))
-
-
-def _logit_at(plan: Plan, logits: Any, where: Any) -> Any:
-    """Bits of the logit at a place, the sum of its parts from the first on."""
-    parts = [
-        th.global_word(logits, th.add(where, part * plan.tokens * plan.scores))
-        if part
-        else th.global_word(logits, where)
-        for part in range(plan.addends)
-    ]
-    return th.bits(functools.reduce(th.fadd, map(th.as_real, parts))) if len(parts) > 1 else parts[0]
+    return th.select(there, th.global_word(logits, where), th.number(0xFF800000 - (1 << 32)))
 
 
 def _key(bits: Any) -> Any:

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from dflash_kernels.core.device import require_hopper, target
 from dflash_kernels.core.layouts import ColumnBlocks, as_stored
-from dflash_kernels.matmul.dense.reference import SCORED_ROWS, biased_scores, dense_reference
+from dflash_kernels.matmul.dense.reference import biased_scores, dense_reference
 from dflash_kernels.matmul.row_product import RowPlan, row_plan
 from dflash_kernels.matmul.tiling import (
     BLOCK,
@@ -24,6 +24,7 @@ from dflash_kernels.matmul.tiling import (
 )
 
 STORE_ROWS = 256  # from here on a product with nothing after it is faster elsewhere
+SCORED_ROWS = 16
 FEW_ROWS = 32  # of which, and of some more, XLA makes split-K and then another launch
 ROW_WIDTH, PADDED_WIDTH = (
     512,

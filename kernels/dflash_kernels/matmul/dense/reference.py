@@ -9,9 +9,6 @@ from jaxtyping import Array, Float, Int
 from dflash_kernels.core.layouts import ColumnBlocks, row_by_row
 from dflash_kernels.norm.reference import weighted_norm
 
-SCORED_ROWS = 16  # up to which router logits are made by the launch that norms
-SCORE_PARTS, PART_WIDTH = 16, 128  # parts of their columns beyond, a multiple of so many each
-
 
 def dense_reference(
     x: Float[Array, "M D"], weight: Float[Array, "F D"] | ColumnBlocks, *, live: Int[Array, ""] | None = None
@@ -111,22 +108,3 @@ def dense_scores(x: Float[Array, "M D"], scorer: Float[Array, "E D"]) -> Float[A
     precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     # Products of sixteen-bit numbers are exact in float32: widening them first would only move more bytes.
     return jnp.einsum("md,ed->me", x, scorer, precision=precision, preferred_element_type=jnp.float32)
-
-
-def score_parts(rows: int, depth: int, dtype: Any) -> int:
-    """How many parts `dense_scores_parts` gives."""
-    split = rows > SCORED_ROWS and depth % (SCORE_PARTS * PART_WIDTH) == 0 and dtype.itemsize == 2
-    return SCORE_PARTS if split else 1
-
-
-def dense_scores_parts(x: Float[Array, "M D"], scorer: Float[Array, "E D"]) -> Float[Array, "S M E"]:
-    """`dense_scores` in parts, which `mixture` adds up: of a part of the columns each, as many for any number of rows from 17 on.
-
-    XLA would split a product with so few results as well, and add up in another launch.
-    """
-    (rows, depth), count = x.shape, scorer.shape[0]
-    parts = score_parts(rows, depth, x.dtype) if x.dtype == scorer.dtype else 1
-    if parts == 1:
-        return dense_scores(x, scorer)[None]
-    x, scorer = x.reshape(rows, parts, -1), scorer.reshape(count, parts, -1)
-    return jnp.einsum("mpd,epd->pme", x, scorer, preferred_element_type=jnp.float32)
