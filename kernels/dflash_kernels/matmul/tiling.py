@@ -23,7 +23,7 @@ FEWEST_ROWS = 8  # that one copy may bring
 FEWEST_STAGES = 5  # of a ring beside which there is room to stage results
 MANY_ROWS = 512  # from which on tall tiles and a producer of one warp pay
 # An LM head of few rows waits for memory: narrow tiles leave room for more k-tiles in flight.
-HEAD_TILE_N, HEAD_ROWS = 128, 128
+HEAD_TILE_N, HEAD_ROWS, HEAD_FEATURES = 128, 128, 2**15
 
 type Epilogue = Literal["store", "split_k", "swiglu", "argmax"]
 
@@ -218,7 +218,8 @@ def candidates(
                 continue
             # An accumulator takes a register of each of 128 threads for 64 rows and 2 features.
             tall = 192 if m >= MANY_ROWS else 160
-            widest = tall if tile_m == 256 else HEAD_TILE_N if epilogue == "argmax" and m <= HEAD_ROWS else 256
+            head = epilogue == "argmax" or (epilogue == "store" and n >= HEAD_FEATURES)
+            widest = tall if tile_m == 256 else HEAD_TILE_N if head and m <= HEAD_ROWS else 256
             unit = 8 if tile_m > WGMMA_M else 8 * CONSUMERS
             # Valid rows alone leave through shared memory, in columns that divide by 16.
             ragged = m < tile_m and epilogue != "argmax"

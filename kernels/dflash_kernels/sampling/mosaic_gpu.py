@@ -12,7 +12,7 @@ from dflash_kernels.core.device import WARPGROUP, require_hopper
 from dflash_kernels.sampling.noise import CHUNK
 
 PARTS = 8  # of a row that is not filtered, a CTA each
-MULTIPROCESSORS = 132
+MULTIPROCESSORS, MANY_CTAS = 132, 2048
 MOST_TOKENS = 2**24  # of a vocabulary, whose ids float32 holds
 VECTOR = CHUNK // WARPGROUP  # neighbouring entries that a thread reads
 
@@ -89,7 +89,12 @@ def launch(
     if limits:
         min_p, top_k, top_p = limits
         limits = jnp.log(min_p.astype(jnp.float32)), top_k.astype(jnp.int32), top_p.astype(jnp.float32)
+    ctas = keys.shape[0] * parts
     if warpgroups is None:
-        warpgroups = kernel.WARPGROUPS if parts == 1 else 4 if keys.shape[0] * parts <= MULTIPROCESSORS else 2
-    options: Any = {"parts": parts, "warpgroups": warpgroups, "interpret": interpret}
+        warpgroups = (
+            kernel.WARPGROUPS if parts == 1 else 4 if ctas <= MULTIPROCESSORS else 2 if ctas <= MANY_CTAS else 1
+        )
+    # Of CTAs that share a multiprocessor, fewer registers each let more of them do so.
+    at_once = kernel.AT_ONCE if parts == 1 or ctas <= MULTIPROCESSORS else 2
+    options: Any = {"parts": parts, "warpgroups": warpgroups, "at_once": at_once, "interpret": interpret}
     return Choices(*kernel.choose(logits, keys, temperature.astype(jnp.float32), limits, **options))

@@ -32,7 +32,7 @@ from dflash_kernels.sampling.noise import CHUNK, arrivals, exponential, hashed
 
 WARPGROUPS = 8  # of a CTA
 VECTOR = CHUNK // WARPGROUP  # neighbouring entries of one thread: a warpgroup looks at a chunk of noise at a time
-AT_ONCE = 4  # chunks asked for before the first is looked at
+AT_ONCE = 4  # chunks asked for before the first is looked at, at most
 MOST_SUMS = 3  # that warpgroups exchange
 LOWEST = -32_641  # minus infinity among `_whole`
 
@@ -44,7 +44,7 @@ _ONE_EACH = plgpu.Layout.WG_STRIDED((WARPGROUP,), vec_size=1)
 
 def choose(
     logits: jax.Array, keys: jax.Array, temperature: jax.Array, limits: Sequence[jax.Array] = (), *, parts: int = 1,
-    warpgroups: int = WARPGROUPS, interpret: Any = None,
+    warpgroups: int = WARPGROUPS, at_once: int = AT_ONCE, interpret: Any = None,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
     """`logits [R or more, V]` bfloat16, `keys [R, 2]` uint32, all others `[R]`. Gives `[R, parts]` of each: the place of a
     part's choice, its sum less the part's largest logit, and that logit.
@@ -54,7 +54,7 @@ def choose(
       parts: of a row, each with every so manyth chunk.
     """
     rows, size = keys.shape[0], logits.shape[1]
-    most = -(-size // (CHUNK * warpgroups * parts * AT_ONCE)) * AT_ONCE  # chunks of a warpgroup
+    most = -(-size // (CHUNK * warpgroups * parts * at_once)) * at_once  # chunks of a warpgroup
     listed = most + -most % (WARPGROUP // warpgroups)
     chunks = jnp.arange(parts)[:, None, None] + parts * (
         jnp.arange(warpgroups)[:, None] + warpgroups * jnp.arange(listed)
@@ -66,7 +66,7 @@ def choose(
     arrived = [each.reshape(rows, parts, warpgroups * listed) for each in (least, first, of_first)]
 
     def body(*refs: Any, **buffers: Any) -> None:
-        _Row(warpgroups, parts, refs[:6], refs[6:-3], refs[-3:], **buffers).run()
+        _Row(warpgroups, parts, at_once, refs[:6], refs[6:-3], refs[-3:], **buffers).run()
 
     body.__name__ = "filtered_choice" if limits else "drawn_choice"  # what profilers show
     out = (jax.ShapeDtypeStruct((rows, parts), dtype) for dtype in (jnp.int32, jnp.float32, jnp.float32))
@@ -90,8 +90,8 @@ def choose(
 class _Row:
     """The program of one CTA, for one row or a part of it. Every warpgroup knows every scalar."""
 
-    def __init__(self, warpgroups, parts, given, limits, out, **buffers):
-        self.warpgroups, self.parts, self.out = warpgroups, parts, out
+    def __init__(self, warpgroups, parts, at_once, given, limits, out, **buffers):
+        self.warpgroups, self.parts, self.at_once, self.out = warpgroups, parts, at_once, out
         self.row, self.part, self.wg = (lax.axis_index(name) for name in ("row", "part", "wg"))
         self.logits, keys, *self.arrivals, temperature = given
         self.key = [keys[self.row, word] for word in (0, 1)]
@@ -240,7 +240,7 @@ class _Row:
             )  # fmt: skip
 
         nothing = _full(-jnp.inf, _ONE_EACH), _full(self.size, _ONE_EACH, jnp.int32)
-        values, places = self._over(nothing, better, at_once=2)
+        values, places = self._over(nothing, better, at_once=min(2, self.at_once))
         (largest,) = self._met("max", [values])
         found = jnp.where(values == largest, places.astype(jnp.float32), jnp.float32(self.size))
         (first,) = self._met("min", [found])
@@ -252,12 +252,12 @@ class _Row:
             places[self.part] = jnp.minimum(first.astype(jnp.int32), self.size - 1)
             sums[self.part], tops[self.part] = largest, self.top
 
-    def _over(self, carry: Any, step: Callable, *, at_once: int = AT_ONCE) -> Any:
+    def _over(self, carry: Any, step: Callable, *, at_once: int | None = None) -> Any:
         """`step(carry, x, number, chunk)` for what is left of the warpgroup's chunks.
 
         Numbers count from 0 to a multiple of `at_once`; x is -inf for those that there are no chunks for.
         """
-        count = self.count
+        count, at_once = self.count, at_once or self.at_once
 
         def load(start):
             return plgpu.load(self.logits.at[self.row, pl.ds(start, CHUNK)], layout=_STRIDED, optimized=False)

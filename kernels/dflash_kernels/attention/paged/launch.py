@@ -9,8 +9,9 @@ from dflash_kernels.core.device import MATRIX_ROWS as ROWS
 
 BARRIERS = 512  # bytes, more than any launch has
 SWAPPED = 128  # threads of a CTA that swap with the other one's
-# Splits from which on a kernel of our own combines them faster than XLA, whose fusion takes them one after the other.
-KERNEL_COMBINES = 8
+# Splits from which on a kernel of our own combines them faster than XLA, whose fusion takes them one after the other: as rows, and
+# as fragments, where XLA needs two launches.
+KERNEL_COMBINES, KERNEL_COMBINES_FRAGMENTS = 8, 4
 ONE_SPLIT = 192  # keys in a window's reach that are not worth a second launch
 MOST_TOGETHER = 8  # CTAs of a cluster that every GPU can launch
 

@@ -8,7 +8,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int8
 
-from dflash_kernels.attention.paged.launch import KERNEL_COMBINES, Tuning, plan, plan_narrow, plan_wide
+from dflash_kernels.attention.paged.launch import (
+    KERNEL_COMBINES,
+    KERNEL_COMBINES_FRAGMENTS,
+    Tuning,
+    plan,
+    plan_narrow,
+    plan_wide,
+)
 from dflash_kernels.attention.paged.schedule import PagedSchedule
 from dflash_kernels.core.device import require_hopper, require_page_size
 from dflash_kernels.core.tuning import choose
@@ -125,10 +132,11 @@ def _attend(
             )
         return out.reshape(q.shape), combine.combined_lse(lse, q_lens, None, tokens, group)
     whole = launch.direct or launch.together
-    merge = tuning.merge or ("kernel" if launch.splits >= KERNEL_COMBINES else "xla")
+    # Of few rows a split in token order is as quick.
+    fragments = k_scale is None and rows > FEW_ROWS and head_dim % 16 == 0 and not launch.halves
+    fewest = KERNEL_COMBINES_FRAGMENTS if fragments else KERNEL_COMBINES
+    merge = tuning.merge or ("kernel" if launch.splits >= fewest else "xla")
     if k_scale is None or v_scale is None:
-        # Of few rows a split in token order is as quick.
-        fragments = rows > FEW_ROWS and head_dim % 16 == 0 and not launch.halves
         if merge == "kernel" and not whole and fragments:
             launch = dataclasses.replace(launch, fragments=True)
         if launch.halves:
