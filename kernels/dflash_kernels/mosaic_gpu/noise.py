@@ -13,13 +13,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
-from dflash_kernels.core.device import WARPGROUP
+from dflash_kernels.core.device import WARP, WARPGROUP
 from dflash_kernels.mosaic_gpu import ptx as th
-from dflash_kernels.mosaic_gpu.thread_op import SCALAR, thread_op
+from dflash_kernels.mosaic_gpu.thread_op import GLOBAL, SCALAR, thread_op
 
 ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))  # of Threefry-2x32
 PARITY = 0x1BD11BDA  # of its key schedule
 FEW_TERMS = 7  # of the series that is taken for uniform numbers below 1/8
+QUEUED = 2 * 2 * WARP  # words of a warp's queue: lanes add at most one number each to what is less than one for each
 
 
 def _strided(size: int) -> Any:
@@ -31,68 +32,129 @@ def _row(dtype: Any) -> plgpu.ShapeDtypeStruct:
     return plgpu.ShapeDtypeStruct((WARPGROUP,), jnp.dtype(dtype), layout=_strided(WARPGROUP))
 
 
-def _interpreted(best, values, key, least, first, start, over, most_noise, factor, *, hashed, exponential):
-    sums, places = best
+def _interpreted(best, values, memory, key, slots, start, over, most_noise, factor, *, bits, step, hashed, exponential):
+    sums, places, waiting = best
     here = start + jnp.arange(values.shape[0], dtype=jnp.int32)
+    slot = slots[0] + ((here[-1] >> bits) - slots[1]) // step
+    least, first = (each[slot] for each in memory[1:])
     later = exponential(*hashed(jnp.stack([jnp.asarray(word).astype(jnp.uint32) for word in key]), here, 0))
-    noise = -jnp.log(jnp.where(here == first, least, least + later))
+    noise = -jnp.log(jnp.where((here & ((1 << bits) - 1)) == first, least, least + later))
     values, noise, here = (each.reshape(WARPGROUP, -1) for each in (values, noise, here))
     noisy = jnp.where(values + most_noise > jnp.maximum(over, sums)[:, None], values + factor * noise, -jnp.inf)
     most, which = noisy.max(axis=1), noisy.argmax(axis=1)
-    return jnp.maximum(sums, most), jnp.where(most > sums, here[jnp.arange(WARPGROUP), which], places)
+    return jnp.maximum(sums, most), jnp.where(most > sums, here[jnp.arange(WARPGROUP), which], places), waiting
 
 
 @thread_op(
-    args=lambda best, values, *_, **__: (_strided(WARPGROUP), _strided(values.shape[0]), *[SCALAR] * 7),
-    returns=[_row(jnp.float32), _row(jnp.int32)],
+    args=lambda best, values, *_, **__: (_strided(WARPGROUP), _strided(values.shape[0]), GLOBAL, *[SCALAR] * 6),
+    returns=[_row(jnp.float32), _row(jnp.int32), _row(jnp.int32)],
     interpret=_interpreted,
 )
 def best_with_noise(
-    best: Any, values: Any, key: Any, least: Any, first: Any, start: Any, over: Any, most_noise: Any, factor: Any,
-    *, hashed: Any, exponential: Any,
+    best: Any, values: Any, memory: Any, key: Any, slots: Any, start: Any, over: Any, most_noise: Any, factor: Any,
+    *, bits: int, step: int, hashed: Any, exponential: Any,
 ) -> Any:  # fmt: skip
-    """Each thread's largest sum of a number and the noise of its place, and that place.
+    """Each thread's largest sum of a number and the noise of its place, and that place, of a chunk's numbers.
 
-    A thread hashes for the numbers that may exceed what is known, one after the other, and the threads of a warp wait for the one
-    that has most of them: few such numbers cost little, wherever they are.
+    Those that may exceed what is known wait in a queue of the warp's, wherever they are, until its lanes can hash for one each: as
+    lanes hash for their own, the warp would wait for the lane that has most of them. `rest_with_noise` looks at the last ones.
 
     Args:
-      best: the sums and places found so far, `[128]` each; of equal sums these stay.
+      best: the sums and places found so far, and how many numbers of a thread's warp wait, `[128]` each.
       values: `[n]` float32, n / 128 neighbouring numbers a thread.
+      memory: in shared memory, the queues, int32 `[warps of the CTA * QUEUED]`, and of chunks the first time and the place that it
+        belongs to.
       key: two int32 words.
-      least, first: the first time of the places' chunk, and the place that it belongs to.
-      start: the place of the first number.
+      slots: of the warpgroup's first chunk in these, and that chunk's number; every `step`th chunk is the warpgroup's.
+      start: the place of the first number. The last number is one of the chunk.
       over: a sum that the best one of all exceeds.
       most_noise: more than any noise of the chunk, times its factor.
       factor: the noise's factor.
+      bits: a chunk has `2**bits` places.
       hashed, exponential: the definitions, which the interpreter takes.
     """
+    del hashed, exponential
     per_thread = values.shape[0] // WARPGROUP
     begin = th.add(start, th.mul(th.thread(), per_thread))
-    sum_, place = (vector.extract(each.registers.item(), [], [0]) for each in best)
+    sum_, place, waiting = (vector.extract(each.registers.item(), [], [0]) for each in best)
     numbers = [vector.extract(values.registers.item(), [], [index]) for index in range(per_thread)]
     bound = th.fsub(arith.maximumf(over, sum_), most_noise)
     left = th.number(0)
     for index, number in enumerate(numbers):
         may_win = arith.cmpf(arith.CmpFPredicate.OGT, number, bound)
         left = th.either(left, th.select(may_win, th.number(1 << index), th.number(0)))
+    lane, queue = _own_queue(memory[0])
 
-    @th.fori(th.bits_set(left), [left, sum_, place])
+    @th.fori(th.over_lanes(th.bits_set(left), "max"), [left, sum_, place, waiting])
     def found(_, carry):
-        left, sum_, place = carry
-        index = th.first_bit(left)
+        left, sum_, place, waiting = carry
+        index, mine = th.first_bit(left), th.compare(left, "ne", 0)
         value = numbers[-1]
         for other in range(per_thread - 1):
             value = th.select(th.compare(index, "eq", other), numbers[other], value)
-        here = th.add(begin, index)
-        later = _exponential(*_threefry(key, here, 0))
-        time = th.select(th.compare(here, "eq", first), least, th.fadd(least, later))
-        noisy = th.fsub(value, th.fmul(factor, _log(time)))
-        better = arith.cmpf(arith.CmpFPredicate.OGT, noisy, sum_)
-        return [arith.andi(left, th.sub(left, 1)), th.select(better, noisy, sum_), th.select(better, here, place)]
+        voted = th.lanes_where(mine)
+        behind = th.add(waiting, th.bits_set(th.lanes_before(voted)))
+        th.when(mine, "st.shared.v2.b32 [$0], {$1, $2};", _entry(queue, behind), th.bits(value), th.add(begin, index))
+        waiting = th.add(waiting, th.bits_set(voted))
+        full = th.compare(waiting, "sge", WARP)
+        waiting = th.select(full, th.sub(waiting, WARP), waiting)
 
-    _, sum_, place = found.results
+        @th.fori(th.as_word(full), [sum_, place])
+        def looked(_, best):
+            return _better(best, _entry(queue, th.add(waiting, lane)), None, memory, key, slots, factor, bits, step)
+
+        return [arith.andi(left, th.sub(left, 1)), *looked.results, waiting]
+
+    _, sum_, place, waiting = found.results
+    return [_one_each(sum_, None), _one_each(place, True), _one_each(waiting, True)]
+
+
+@thread_op(
+    args=(_strided(WARPGROUP), GLOBAL, *[SCALAR] * 3),
+    returns=[_row(jnp.float32), _row(jnp.int32)],
+    interpret=lambda best, *_, **__: best[:2],
+)
+def rest_with_noise(best: Any, memory: Any, key: Any, slots: Any, factor: Any, *, bits: int, step: int) -> Any:
+    """What `best_with_noise` gave with the numbers that still wait."""
+    sum_, place, waiting = (vector.extract(each.registers.item(), [], [0]) for each in best)
+    lane, queue = _own_queue(memory[0])
+    there = th.compare(lane, "slt", waiting)
+    sum_, place = _better([sum_, place], _entry(queue, lane), there, memory, key, slots, factor, bits, step)
     return [_one_each(sum_, None), _one_each(place, True)]
+
+
+def _own_queue(queues: Any) -> tuple[Any, Any]:
+    """The lane, and the address of the warp's queue."""
+    thread = th.thread_of_cta()
+    of_warp = th.mul(th.div(thread, WARP), 4 * QUEUED)
+    return th.rem(thread, WARP), th.add(th.address(queues, 3), of_warp)
+
+
+def _entry(queue: Any, place: Any) -> Any:
+    return th.add(queue, th.mul(place, 8))
+
+
+def _better(
+    best: list, entry: Any, there: Any, memory: Any, key: Any, slots: Any, factor: Any, bits: int, step: int
+) -> list:
+    """A lane's best sum and place, and what the entry of a queue has: of equal sums the first place. `there`: whether the lane has
+    one, None if all have."""
+    sum_, place = best
+    th.warp_barrier()
+    value, here = th.load(entry, 2, op="ld.shared")
+    th.warp_barrier()  # before anyone writes there again
+    slot = th.add(slots[0], th.div(th.sub(th.shift_right(here, th.number(bits)), slots[1]), step))
+    if there is not None:
+        slot = th.select(there, slot, slots[0])
+    least, first = (th.shared_word(th.address(each, 3), slot) for each in memory[1:])
+    later = _exponential(*_threefry(key, here, 0))
+    is_first = th.compare(th.bit_and(here, (1 << bits) - 1), "eq", first)
+    time = th.select(is_first, th.as_real(least), th.fadd(th.as_real(least), later))
+    noisy = th.fsub(th.as_real(value), th.fmul(factor, _log(time)))
+    above, same = (arith.cmpf(relation, noisy, sum_) for relation in (arith.CmpFPredicate.OGT, arith.CmpFPredicate.OEQ))
+    wins = th.either(above, th.every(same, th.compare(here, "slt", place)))
+    wins = wins if there is None else th.every(there, wins)
+    return [th.select(wins, noisy, sum_), th.select(wins, here, place)]
 
 
 def _one_each(value: Any, is_signed: bool | None) -> Any:

@@ -363,6 +363,23 @@ def over_lanes(value, kind: str):
     return inline(f"redux.sync.{kind}.u32 $0, $1, 0xffffffff;", value, returns=i32(), convergent=True)
 
 
+def lanes_where(condition):
+    """A bit for each lane of the warp: whether the condition holds there."""
+    ptx = "{ .reg .pred mine; setp.ne.b32 mine, $1, 0; vote.sync.ballot.b32 $0, mine, 0xffffffff; }"
+    return inline(ptx, as_word(condition), returns=i32(), convergent=True)
+
+
+def lanes_before(lanes):
+    """The bits of `lanes_where` of lanes before this one."""
+    ptx = "{ .reg .b32 mask; mov.u32 mask, %lanemask_lt; and.b32 $0, $1, mask; }"
+    return utils.inline_ptx(ptx, lanes, result_types=i32())
+
+
+def warp_barrier() -> None:
+    """What lanes of a warp have stored in shared memory before, all of them find afterwards."""
+    inline("bar.warp.sync 0xffffffff;", convergent=True)
+
+
 def warpgroup_barrier() -> None:
     utils.warpgroup_barrier()
 

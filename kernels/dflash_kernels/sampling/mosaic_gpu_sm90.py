@@ -25,10 +25,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dflash_kernels.core.device import WARPGROUP
 from dflash_kernels.mosaic_gpu import ptx as th
-from dflash_kernels.mosaic_gpu.noise import best_with_noise
+from dflash_kernels.mosaic_gpu.noise import QUEUED, best_with_noise, rest_with_noise
 from dflash_kernels.mosaic_gpu.rows import WARPS, Reduction, reduce_into
 from dflash_kernels.mosaic_gpu.thread_op import FACTOR, SCALAR, kernel, thread_op
-from dflash_kernels.sampling.noise import CHUNK, arrivals, exponential, hashed
+from dflash_kernels.sampling.noise import BITS, CHUNK, arrivals, exponential, hashed
 
 WARPGROUPS = 8  # of a CTA
 VECTOR = CHUNK // WARPGROUP  # neighbouring entries of one thread: a warpgroup looks at a chunk of noise at a time
@@ -80,6 +80,7 @@ def choose(
             "least": plgpu.SMEM((warpgroups * listed,), jnp.float32),
             "most_noise": plgpu.SMEM((warpgroups * listed,), jnp.float32),
             "first": plgpu.SMEM((warpgroups * listed,), jnp.int32),
+            "queues": plgpu.SMEM((warpgroups * WARPS * QUEUED,), jnp.int32),
             "met": plgpu.Barrier(num_arrivals=warpgroups),
         },
         compiler_params=plgpu.CompilerParams(approx_math=True), interpret=interpret,
@@ -99,7 +100,7 @@ class _Row:
         # Of every chunk the largest number, and those that may hold what stays; and the first arrival in each, and its noise.
         self.largest, self.alive = buffers["largest"], buffers["alive"]
         self.least, self.most_noise, self.first = (buffers[name] for name in ("least", "most_noise", "first"))
-        self.listed = self.least.shape[0] // warpgroups
+        self.queues, self.listed = buffers["queues"], self.least.shape[0] // warpgroups
         given, self.size = temperature[self.row], self.logits.shape[1]
         others = self.wg * parts + self.part  # chunks before the warpgroup's first one
         self.chunks = lax.div(-(-self.size // CHUNK) - others + (warpgroups * parts - 1), jnp.int32(warpgroups * parts))
@@ -229,18 +230,22 @@ class _Row:
             )
         )
 
+        memory, of_chunks = [self.queues, self.least, self.first], {"bits": BITS, "step": self.warpgroups * self.parts}
+        slots = [self.wg * self.listed, self.wg * self.parts + self.part]
+
         def better(best, x, _, chunk):
-            first, start = self._begins(chunk)
-            place = self.wg * self.listed + chunk
+            _, start = self._begins(chunk)
+            noise = {"hashed": hashed, "exponential": exponential}
             return tuple(
                 best_with_noise(
-                    list(best), scaled(x, _STRIDED), self.key, self.least[place], first + self.first[place], start, over,
-                    self.most_noise[place], self.noise_factor, hashed=hashed, exponential=exponential,
+                    list(best), scaled(x, _STRIDED), memory, self.key, slots, start, over, most_noise(chunk),
+                    self.noise_factor, **of_chunks, **noise,
                 )
             )  # fmt: skip
 
-        nothing = _full(-jnp.inf, _ONE_EACH), _full(self.size, _ONE_EACH, jnp.int32)
-        values, places = self._over(nothing, better, at_once=min(2, self.at_once))
+        nothing = _full(-jnp.inf, _ONE_EACH), _full(self.size, _ONE_EACH, jnp.int32), _full(0, _ONE_EACH, jnp.int32)
+        best = self._over(nothing, better, at_once=min(2, self.at_once))
+        values, places = rest_with_noise(list(best), memory, self.key, slots, self.noise_factor, **of_chunks)
         (largest,) = self._met("max", [values])
         found = jnp.where(values == largest, places.astype(jnp.float32), jnp.float32(self.size))
         (first,) = self._met("min", [found])
