@@ -15,7 +15,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith
+from jaxlib.mlir.dialects import arith, memref
 from jaxlib.mlir.dialects import vector as vectors
 
 from dflash_kernels.core.device import WARPGROUP
@@ -230,42 +230,27 @@ def float8_words(row: Any) -> Any:
     return interleaved_float8(row, _strided(row.shape[0] // VECTOR, 1).to_mgpu())
 
 
-def _reduced(rows, target, scratch, line, place, *, kind, vector) -> None:
-    for index, row in enumerate(rows):
-        target[line, place + index] = {"add": row.sum, "max": row.max, "min": row.min}[kind]()
+def _reduced(row, target, scratch, line, place, *, kind, vector) -> None:
+    target[line, place] = {"add": row.sum, "max": row.max, "min": row.min}[kind]()
 
 
 @thread_op(
-    args=lambda rows, *_, **options: (_strided(rows[0].shape[0], options["vector"]), GLOBAL, GLOBAL, SCALAR, SCALAR),
+    args=lambda row, *_, **options: (_strided(row.shape[0], options["vector"]), GLOBAL, GLOBAL, SCALAR, SCALAR),
     interpret=_reduced,
 )
-def reduce_into(rows: list, target: Any, scratch: Any, line: Any, place: Any, *, kind: Reduction, vector: int) -> None:
-    """Writes the sum, maximum or minimum of each of some rows of float32 to `target[line, place]` and the places behind it, several
-    warpgroups at a time.
+def reduce_into(row: Any, target: Any, scratch: Any, line: Any, place: Any, *, kind: Reduction, vector: int) -> None:
+    """Writes the sum, maximum or minimum of a row of float32 to `target[line, place]`, several warpgroups at a time.
 
-    Pallas's own reductions share one place in memory, and wait for the warpgroup once for each row.
+    Pallas's own reductions share one place in memory.
 
     Args:
-      rows: `vector` neighbouring numbers a thread of one warpgroup.
+      row: `vector` neighbouring numbers a thread of one warpgroup.
       target: `[lines, places]` float32 in shared memory.
-      scratch: `[lines, WARPS * rows or more]` float32 in shared memory, a line for each warpgroup.
+      scratch: `[lines, WARPS]` float32 in shared memory, a line for each warpgroup.
       line, place: int32 scalars.
     """
-    combine = {"add": arith.addf, "max": arith.maximumf, "min": arith.minimumf}[kind]
-    width, places = (th.shape_and_strides(ref)[0][1] for ref in (scratch, target))
-    assert width >= WARPS * len(rows)
-    lane, warp = th.lane_and_warp()
-    own = th.add(th.address(scratch, 3), th.mul(line, 4 * width))
-    for index, row in enumerate(rows):
-        held = row.registers.item()
-        found = functools.reduce(combine, [vectors.extract(held, [], [number]) for number in range(vector)])
-        for distance in (16, 8, 4, 2, 1):
-            found = combine(found, th.shuffle_xor(found, distance))
-        word = th.add(th.mul(warp, len(rows)), index)
-        th.when(th.compare(lane, "eq", 0), "st.shared.b32 [$0], $1;", th.add(own, th.mul(word, 4)), th.bits(found))
-    th.warpgroup_barrier()
-    for index in range(len(rows)):
-        parts = [th.as_real(th.shared_word(own, th.number(of * len(rows) + index))) for of in range(WARPS)]
-        word = th.add(th.add(th.mul(line, places), place), index)
-        th.store_shared(th.address(target, 3), word, th.bits(functools.reduce(combine, parts)))
-    th.warpgroup_barrier()  # before anyone writes there again
+    line, place = (arith.index_cast(ir.IndexType.get(), value) for value in (line, place))
+    found = row.reduce(kind, 0, utils.memref_slice(scratch, line)).registers.item()
+    if isinstance(found.type, ir.VectorType):
+        found = vectors.extract(found, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([0]))
+    memref.store(found, target, [line, place])

@@ -14,7 +14,6 @@ are such where a few tokens are kept, which is what filters are for.
 
 # pyright: reportAbstractUsage=false, reportPrivateImportUsage=false
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -75,7 +74,7 @@ def choose(
         body, out_type=tuple(out), grid=(rows, parts), grid_names=("row", "part"), num_threads=warpgroups, thread_name="wg",
         scratch_types={
             "sums": plgpu.SMEM((warpgroups, MOST_SUMS), jnp.float32),
-            "scratch": plgpu.SMEM((warpgroups, WARPS * max(at_once, MOST_SUMS)), jnp.float32),
+            "scratch": plgpu.SMEM((warpgroups, WARPS), jnp.float32),
             "largest": plgpu.SMEM((warpgroups, most), jnp.float32),
             "alive": plgpu.SMEM((warpgroups, most + 1), jnp.int32),
             "least": plgpu.SMEM((warpgroups * listed,), jnp.float32),
@@ -186,11 +185,11 @@ class _Row:
 
         lax.fori_loop(0, self.chunks, place, None)
 
-        def keep(most, xs, numbers, _):
-            self._reduce("max", xs, self.largest, numbers[0])
-            return functools.reduce(jnp.maximum, xs, most)
+        def keep(most, x, number, _):
+            self._reduce("max", x, self.largest, number)
+            return jnp.maximum(most, x)
 
-        return self._in_turns(_full(jnp.float32(-jnp.inf)), keep, self.at_once)
+        return self._over(_full(jnp.float32(-jnp.inf)), keep)
 
     def _leave_out(self, stays: Callable) -> None:
         """Passes from here on are over chunks that stay."""
@@ -217,7 +216,7 @@ class _Row:
         known = _full(-jnp.inf, _ONE_EACH)
         for of_first, bound in arrived:
             known = jnp.maximum(known, scaled(of_first, _ONE_EACH) + bound)
-        self._reduce("max", [known], self.sums, 0)
+        self._reduce("max", known, self.sums, 0)
         over = self.sums[self.wg, 0] - 2 * SLACK
 
         def most_noise(chunk):
@@ -263,17 +262,7 @@ class _Row:
 
         Numbers count from 0 to a multiple of `at_once`; x is -inf for those that there are no chunks for.
         """
-
-        def one_by_one(carry, *found):
-            for one in zip(*found, strict=True):
-                carry = step(carry, *one)
-            return carry
-
-        return self._in_turns(carry, one_by_one, at_once or self.at_once)
-
-    def _in_turns(self, carry: Any, step: Callable, at_once: int) -> Any:
-        """As `_over`; `step` takes `at_once` of each."""
-        count = self.count
+        count, at_once = self.count, at_once or self.at_once
 
         def load(start):
             return plgpu.load(self.logits.at[self.row, pl.ds(start, CHUNK)], layout=_STRIDED, optimized=False)
@@ -283,11 +272,12 @@ class _Row:
             # Past the last one it is looked at again, and all of it left out.
             chunks = [self.alive[self.wg, jnp.minimum(number, count - 1)] for number in numbers]
             begin = [self._begins(chunk) for chunk in chunks]
-            found = []
-            for x, number, (first, start) in zip([load(start) for _, start in begin], numbers, begin, strict=True):
+            found = [load(start) for _, start in begin]
+            for x, number, chunk, (first, start) in zip(found, numbers, chunks, begin, strict=True):
                 own = jnp.where(number < count, first - start, CHUNK)
-                found.append(jnp.where(_places() >= own, x.astype(jnp.float32), -jnp.inf))
-            return step(carry, found, numbers, chunks)
+                x = jnp.where(_places() >= own, x.astype(jnp.float32), -jnp.inf)
+                carry = step(carry, x, number, chunk)
+            return carry
 
         return lax.fori_loop(0, lax.div(count + (at_once - 1), jnp.int32(at_once)), visit, carry)
 
@@ -298,7 +288,8 @@ class _Row:
 
     def _met(self, kind: Reduction, chunks: Sequence) -> list:
         """Sums or the like of what all warpgroups have, in their order."""
-        self._reduce(kind, list(chunks), self.sums, 0)
+        for place, chunk in enumerate(chunks):
+            self._reduce(kind, chunk, self.sums, place)
         return self._of_all(kind, len(chunks))
 
     def _of_all(self, kind: Reduction, count: int) -> list:
@@ -313,10 +304,10 @@ class _Row:
         self._meet()  # before anyone writes again
         return found
 
-    def _reduce(self, kind: Reduction, chunks: list, target, place) -> None:
-        """Sums or the like of chunks to the warpgroup's line of `target`."""
-        vector = chunks[0].shape[0] // WARPGROUP
-        reduce_into(chunks, target, self.scratch, self.wg, place, kind=kind, vector=vector)
+    def _reduce(self, kind: Reduction, chunk, target, place) -> None:
+        """A chunk's sum or the like to the warpgroup's line of `target`."""
+        vector = chunk.shape[0] // WARPGROUP
+        reduce_into(chunk, target, self.scratch, self.wg, place, kind=kind, vector=vector)
 
     def _meet(self) -> None:
         plgpu.barrier_arrive(self.met)
