@@ -106,7 +106,7 @@ def best_with_noise(
         return [arith.andi(left, th.sub(left, 1)), *looked.results, waiting]
 
     _, sum_, place, waiting = found.results
-    return [_one_each(sum_, None), _one_each(place, True), _one_each(waiting, True)]
+    return [one_each(sum_, None), one_each(place, True), one_each(waiting, True)]
 
 
 @thread_op(
@@ -120,7 +120,7 @@ def rest_with_noise(best: Any, memory: Any, key: Any, slots: Any, factor: Any, *
     lane, queue = _own_queue(memory[0])
     there = th.compare(lane, "slt", waiting)
     sum_, place = _better([sum_, place], _entry(queue, lane), there, memory, key, slots, factor, bits, step)
-    return [_one_each(sum_, None), _one_each(place, True)]
+    return [one_each(sum_, None), one_each(place, True)]
 
 
 def _own_queue(queues: Any) -> tuple[Any, Any]:
@@ -157,7 +157,8 @@ def _better(
     return [th.select(wins, noisy, sum_), th.select(wins, here, place)]
 
 
-def _one_each(value: Any, is_signed: bool | None) -> Any:
+def one_each(value: Any, is_signed: bool | None = None) -> Any:
+    """One number of each thread as Pallas knows it; `is_signed`: None for float32."""
     register = vector.from_elements(ir.VectorType.get((1,), value.type), [value])
     layout = mgpu.WGStridedFragLayout((WARPGROUP,), 1)
     return mgpu.FragmentedArray(_registers=np.array([register], dtype=object), _layout=layout, _is_signed=is_signed)
