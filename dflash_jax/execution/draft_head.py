@@ -33,7 +33,7 @@ MOST_REGARDED = 16  # of them
 LEAST_BYTES = 2**27  # of a head: a smaller one is read in the time that the choice among candidates takes
 MOST_ROWS = 2048  # that one launch multiplies
 WHOLE_WIDTH = 512  # rows of a multiple of it are rounded by a launch
-FEWEST_ROWS = 8  # that a product is made of
+FEWEST_ROWS, WHOLE_ROWS = 8, 64  # that a product is made of; from the second on, multiples of it
 
 
 def index_pays(head: Any) -> bool:
@@ -112,12 +112,18 @@ def drawn_by_index(
     """
     rows, keys = x.reshape(-1, x.shape[-1]), keys.reshape(-1, 2)
     temperature = jnp.repeat(temperature, x.shape[1])
-    padded = jnp.pad(rows, ((0, -len(rows) % FEWEST_ROWS), (0, 0)))
+    padded = _whole(rows)
     rough = float8_dense(rounded(padded, index), index.values, index.scales)
     found = drawn_candidates(rough, keys, temperature)
     noise = noise_of(keys, found) * temperature[:, None]
     _, place = _best_of(rows, head, found.T, lambda products, _: products + noise.T)
     return place.reshape(x.shape[:-1])
+
+
+def _whole(rows: Float[Array, "R D"]) -> Float[Array, "M D"]:
+    """Rows, and zeros behind them, that a product takes without padding: its results would be copied to leave others' out."""
+    unit = FEWEST_ROWS if len(rows) < WHOLE_ROWS else WHOLE_ROWS
+    return jnp.pad(rows, ((0, -len(rows) % unit), (0, 0)))
 
 
 def _best_of(
@@ -151,7 +157,7 @@ def shortlist(
         return None
     if len(head) < count or len(rows) > MOST_ROWS:
         return None
-    padded = jnp.pad(rows, ((0, -len(rows) % FEWEST_ROWS), (0, 0)))
+    padded = _whole(rows)
     rough = float8_dense(rounded(padded, index), index.values, index.scales)[: len(rows)]
     _, found = largest(rough, LISTED)
     wide = head.at[found].get(mode="promise_in_bounds").astype(jnp.float32)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from dflash_kernels.attention.paged.launch import KERNEL_COMBINES, Launch, Tuning, plan
+from dflash_kernels.attention.paged.launch import KERNEL_COMBINES_FRAGMENTS, Launch, Tuning, plan
 from dflash_kernels.core.device import MULTIPROCESSORS, require_hopper
 from dflash_kernels.fused.arguments import Heads
 from dflash_kernels.fused.plan import HEAD_DIM, KEYS, MOST_TOKENS, Attention
@@ -83,7 +83,7 @@ def _planned(
         pair = cut(Tuning(stages=2, together=True))
         made = pair if pair.pair else made
     # 32 sequences take 47.2 us a layer with the hint and 49.4 without, eight 17.3 and 18.0.
-    fragments = not made.direct and not made.pair and made.splits >= KERNEL_COMBINES
+    fragments = not made.direct and not made.pair and made.splits >= KERNEL_COMBINES_FRAGMENTS
     # Clusters of more than two would need another kernel: their parts are put together afterwards.
     made = dataclasses.replace(made, evict_first=True, fragments=fragments, together=made.pair)
     return made, Attention(
