@@ -279,7 +279,7 @@ def add(
             peers = PEER.get((name, kind), {}) if context == 1024 and options.sampling == "greedy" else {}
             record.add(
                 f"{kind} {model} {at} B{batch}{suffix}", "time per " + kind,
-                round(statistics.median(times), 3), "ms", floor=floor_ms(engine, draft=draft, **size, sampling=options.sampling),
+                round(statistics.median(times), 3), "ms", floor=floor_ms(engine, draft=draft, **size),
                 peer="vLLM 0.23.0, an earlier run on an H200" if batch in peers else None, peer_value=peers.get(batch),
                 peer_card=H200,
                 spread=[round(min(times), 3), round(max(times), 3)], wall_s=round(time.perf_counter() - started, 1),

@@ -9,7 +9,6 @@ from card import card
 from dflash_jax.cache.pages import layer_bytes
 from dflash_jax.cache.specs import layer_specs
 from dflash_jax.config import DecoderConfig
-from dflash_jax.decoding.sampling import Mode
 from dflash_jax.engine import Engine
 from dflash_jax.models.dflash import HEAD_INDEX, SHARED_HEAD
 from dflash_jax.models.heads import head_tables
@@ -23,11 +22,10 @@ def stored(weights: object) -> int:
     return held_bytes(weights)
 
 
-def floor_ms(engine: Engine, *, draft: bool, context: int, batch: int, sampling: Mode = "greedy") -> float | None:
+def floor_ms(engine: Engine, *, draft: bool, context: int, batch: int) -> float | None:
     """What target and drafter take at least, one after the other: bytes that must be read once, or products, whichever is longer.
 
-    Bytes are weights, keys and values, recurrent states, and for a draft the head again, or the copy of it that greedy proposals
-    read. One token reads its own experts; None for more of them, as it is not known how many tokens of random weights take, and
+    Bytes are weights, keys and values, recurrent states, and for a draft the head again, or the copy of it that proposals read. One token reads its own experts; None for more of them, as it is not known how many tokens of random weights take, and
     over several GPUs.
     """
     target = share_config(engine.target, engine.tp)
@@ -48,10 +46,7 @@ def floor_ms(engine: Engine, *, draft: bool, context: int, batch: int, sampling:
     if draft:
         head = engine.weights["target"]["embed.weight" if target.tie_embeddings else "lm_head.weight"]
         # The rows of keys and values that the context's projection holds are read in place of the layers' own.
-        left_out = {"context_kv_proj.weight"} | (
-            {HEAD_INDEX} if sampling != "greedy" and drafter.head is None else set()
-        )
-        left_out |= set() if drafter.head is None else set(head_tables(drafter.head))
+        left_out = {"context_kv_proj.weight", *(() if drafter.head is None else head_tables(drafter.head))}
         own = {name: weight for name, weight in engine.weights["draft"].items() if name not in left_out}
         read = [*own.values(), *([] if {SHARED_HEAD, HEAD_INDEX} & own.keys() else [head])]
         seen = context if engine.draft_window is None else min(context, engine.draft_window)
