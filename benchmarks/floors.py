@@ -25,8 +25,9 @@ def stored(weights: object) -> int:
 def floor_ms(engine: Engine, *, draft: bool, context: int, batch: int) -> float | None:
     """What target and drafter take at least, one after the other: bytes that must be read once, or products, whichever is longer.
 
-    Bytes are weights, keys and values, recurrent states, and for a draft the head again, or the copy of it that proposals read. One token reads its own experts; None for more of them, as it is not known how many tokens of random weights take, and
-    over several GPUs.
+    Bytes are weights, keys and values, recurrent states, and for a draft the head again, or the copy of it that proposals read. One
+    token reads its own experts; None for more of them, as it is not known how many tokens of random weights take, and over several
+    GPUs.
     """
     target = share_config(engine.target, engine.tp)
     drafter = None if engine.draft is None else share_config(engine.draft, engine.tp)
