@@ -7,14 +7,12 @@ import math
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
 from dflash_kernels.core.device import WARP, WARPGROUP
 from dflash_kernels.mosaic_gpu import ptx as th
+from dflash_kernels.mosaic_gpu.rows import one_each
 from dflash_kernels.mosaic_gpu.thread_op import GLOBAL, SCALAR, thread_op
 
 ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))  # of Threefry-2x32
@@ -155,13 +153,6 @@ def _better(
     wins = th.either(above, th.every(same, th.compare(here, "slt", place)))
     wins = wins if there is None else th.every(there, wins)
     return [th.select(wins, noisy, sum_), th.select(wins, here, place)]
-
-
-def one_each(value: Any, is_signed: bool | None = None) -> Any:
-    """One number of each thread as Pallas knows it; `is_signed`: None for float32."""
-    register = vector.from_elements(ir.VectorType.get((1,), value.type), [value])
-    layout = mgpu.WGStridedFragLayout((WARPGROUP,), 1)
-    return mgpu.FragmentedArray(_registers=np.array([register], dtype=object), _layout=layout, _is_signed=is_signed)
 
 
 def _threefry(key: Any, place: Any, kind: int) -> tuple[Any, Any]:

@@ -3,6 +3,7 @@
 # pyright: reportAbstractUsage=false, reportPrivateImportUsage=false
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -228,6 +229,32 @@ def _strided(width: int, vector: int) -> Any:
 def float8_words(row: Any) -> Any:
     """A row of float32 as int32 words of four float8 numbers, columns interleaved. NaN stays, others saturate."""
     return interleaved_float8(row, _strided(row.shape[0] // VECTOR, 1).to_mgpu())
+
+
+def one_each(value: Any, is_signed: bool | None = None) -> Any:
+    """One number of each thread as Pallas knows it; `is_signed`: None for float32."""
+    register = vectors.from_elements(ir.VectorType.get((1,), value.type), [value])
+    layout = mgpu.WGStridedFragLayout((WARPGROUP,), 1)
+    return mgpu.FragmentedArray(_registers=np.array([register], dtype=object), _layout=layout, _is_signed=is_signed)
+
+
+def _taken(row, places):
+    (size,) = row.shape
+    return jnp.where(places < size, row[...][jnp.minimum(places, size - 1)].astype(jnp.float32), -jnp.inf)
+
+
+@thread_op(
+    args=(GLOBAL, _strided(WARPGROUP, 1)), interpret=_taken,
+    returns=plgpu.ShapeDtypeStruct((WARPGROUP,), jnp.dtype(jnp.float32), layout=_strided(WARPGROUP, 1)),
+)  # fmt: skip
+def numbers_at(row: Any, places: Any) -> Any:
+    """Numbers of a row of bfloat16 in float32, at a place for each thread; -inf behind the row's end."""
+    place = vectors.extract(places.registers.item(), [], [0])
+    size = th.shape_and_strides(row)[0][0]
+    address = th.offset(th.address(row), th.mul(th.least(place, size - 1), 2))
+    wide = "{ .reg .b16 number, zero; ld.global.b16 number, [$1]; mov.b16 zero, 0; mov.b32 $0, {zero, number}; }"
+    found = th.as_real(th.inline(wide, address, returns=th.i32()))
+    return one_each(th.select(th.below(place, size), found, th.real(-math.inf)))
 
 
 def _reduced(row, target, scratch, line, place, *, kind, vector) -> None:

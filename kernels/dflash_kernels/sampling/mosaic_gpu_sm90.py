@@ -14,7 +14,6 @@ are such where a few tokens are kept, which is what filters are for.
 
 # pyright: reportAbstractUsage=false, reportPrivateImportUsage=false
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,13 +22,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir.dialects import vector
 
 from dflash_kernels.core.device import WARPGROUP
 from dflash_kernels.mosaic_gpu import ptx as th
-from dflash_kernels.mosaic_gpu.noise import QUEUED, best_with_noise, one_each, rest_with_noise
-from dflash_kernels.mosaic_gpu.rows import WARPS, Reduction, reduce_into
-from dflash_kernels.mosaic_gpu.thread_op import FACTOR, GLOBAL, SCALAR, kernel, thread_op
+from dflash_kernels.mosaic_gpu.noise import QUEUED, best_with_noise, rest_with_noise
+from dflash_kernels.mosaic_gpu.rows import WARPS, Reduction, numbers_at, reduce_into
+from dflash_kernels.mosaic_gpu.thread_op import FACTOR, SCALAR, kernel, thread_op
 from dflash_kernels.sampling.noise import BITS, CHUNK, arrivals, exponential, hashed
 
 WARPGROUPS = 8  # of a CTA
@@ -174,7 +172,7 @@ class _Row:
             most_noise = (SLACK - jnp.log(least)) * self.noise_factor
             # All warpgroups write the same.
             self.least[some], self.most_noise[some], self.first[some] = least, most_noise, first
-            arrived.append((_numbers_at(self.logits.at[self.row], tokens), most_noise))
+            arrived.append((numbers_at(self.logits.at[self.row], tokens), most_noise))
         return arrived
 
     def _look(self):
@@ -312,25 +310,6 @@ class _Row:
     def _meet(self) -> None:
         plgpu.barrier_arrive(self.met)
         plgpu.barrier_wait(self.met)
-
-
-def _taken(row, places):
-    (size,) = row.shape
-    return jnp.where(places < size, row[...][jnp.minimum(places, size - 1)].astype(jnp.float32), -jnp.inf)
-
-
-@thread_op(
-    args=(GLOBAL, _ONE_EACH), interpret=_taken,
-    returns=plgpu.ShapeDtypeStruct((WARPGROUP,), jnp.dtype(jnp.float32), layout=_ONE_EACH),
-)  # fmt: skip
-def _numbers_at(row, places):
-    """A row's numbers, bfloat16, at a place for each thread; -inf behind its end."""
-    place = vector.extract(places.registers.item(), [], [0])
-    size = th.shape_and_strides(row)[0][0]
-    address = th.offset(th.address(row), th.mul(th.least(place, size - 1), 2))
-    wide = "{ .reg .b16 number, zero; ld.global.b16 number, [$1]; mov.b16 zero, 0; mov.b32 $0, {zero, number}; }"
-    found = th.as_real(th.inline(wide, address, returns=th.i32()))
-    return one_each(th.select(th.below(place, size), found, th.real(-math.inf)))
 
 
 def _search(low, high, enough, sums: Callable):
