@@ -260,13 +260,13 @@ class _Row:
 
         Numbers count from 0 to a multiple of `at_once`; x is -inf for those that there are no chunks for.
         """
-        count, at_once = self.count, at_once or self.at_once
+        count, together = self.count, at_once or self.at_once
 
         def load(start):
             return plgpu.load(self.logits.at[self.row, pl.ds(start, CHUNK)], layout=_STRIDED, optimized=False)
 
         def visit(turn, carry):
-            numbers = [turn * at_once + place for place in range(at_once)]
+            numbers = [turn * together + place for place in range(together)]
             # Past the last one it is looked at again, and all of it left out.
             chunks = [self.alive[self.wg, jnp.minimum(number, count - 1)] for number in numbers]
             begin = [self._begins(chunk) for chunk in chunks]
@@ -277,7 +277,7 @@ class _Row:
                 carry = step(carry, x, number, chunk)
             return carry
 
-        return lax.fori_loop(0, lax.div(count + (at_once - 1), jnp.int32(at_once)), visit, carry)
+        return lax.fori_loop(0, lax.div(count + (together - 1), jnp.int32(together)), visit, carry)
 
     def _begins(self, chunk) -> tuple:
         """Where a chunk begins, and where it is read: what would end beyond the row begins earlier, in another's numbers."""
