@@ -123,6 +123,11 @@ SEVERAL_GPUS = (
     "several_gpus.py --calls 4 --models qwen3.5-9b --tp 2 --batch 1 8 --collectives",
     "several_gpus.py --calls 4 --models qwen3-235b-a22b --tp 4 --batch 1",
     "several_gpus.py --calls 4 --models qwen3-8b --tp 4 --batch 32",
+    "several_gpus.py --models qwen3-8b --context 1024 --calls 3 --tp 2 --batch 1 8",
+    "several_gpus.py --models qwen3-coder-30b-a3b --context 1024 --calls 3 --tp 2 --batch 1 8",
+    "several_gpus.py --models deepseek-v2-lite --context 1024 --calls 3 --tp 2 --batch 1 8",
+    "several_gpus.py --models deepseek-v2-lite --context 1024 --calls 3 --tp 2 --batch 1 8 --collectives",
+    "several_gpus.py --models gpt-oss-20b --context 1024 --calls 3 --tp 2 --batch 1 8",
 )
 PARTS, PROCESSES = 4, 15
 PART_SECONDS, SEVERAL_SECONDS, LARGE_SECONDS = 200, 200, 120  # the first two with that many processes

@@ -33,7 +33,7 @@ MOST_REGARDED = 16  # of them
 LEAST_BYTES = 2**27  # of a head: a smaller one is read in the time that the choice among candidates takes
 MOST_ROWS = 2048  # that one launch multiplies
 WHOLE_WIDTH = 512  # rows of a multiple of it are rounded by a launch
-FEWEST_ROWS, WHOLE_ROWS = 8, 64  # that a product is made of; from the second on, multiples of it
+FEWEST_ROWS, WHOLE_ROWS = 8, 64  # rows of a product are a multiple of the first, from the second on of the second
 
 
 def index_pays(head: Any) -> bool:
@@ -121,7 +121,7 @@ def drawn_by_index(
 
 
 def _whole(rows: Float[Array, "R D"]) -> Float[Array, "M D"]:
-    """Rows, and zeros behind them, that a product takes without padding: its results would be copied to leave others' out."""
+    """Rows, and rows of zeros, as many as the product computes: of fewer, its logits would be copied to leave the padding out."""
     unit = FEWEST_ROWS if len(rows) < WHOLE_ROWS else WHOLE_ROWS
     return jnp.pad(rows, ((0, -len(rows) % unit), (0, 0)))
 

@@ -75,7 +75,7 @@ def _load_rows_announced(
                     f"setp.lt.u32 p, w, {given}; @p bra again; }}",
                     count,
                 )
-            th.inline("bar.warp.sync 0xffffffff;", convergent=True)
+            th.warp_barrier()
             _copy_to_column(source, target, row, lane, WARP)
             # Barriers count arrivals of all threads of a warpgroup.
             for _ in range(warps):

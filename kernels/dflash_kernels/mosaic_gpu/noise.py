@@ -90,8 +90,8 @@ def best_with_noise(
         value = numbers[-1]
         for other in range(per_thread - 1):
             value = th.select(th.compare(index, "eq", other), numbers[other], value)
-        voted = th.lanes_where(mine)
-        behind = th.add(waiting, th.bits_set(th.lanes_before(voted)))
+        voted = th.ballot(mine)
+        behind = th.add(waiting, th.bits_set(th.lower_lanes(voted, lane)))
         th.when(mine, "st.shared.v2.b32 [$0], {$1, $2};", _entry(queue, behind), th.bits(value), th.add(begin, index))
         waiting = th.add(waiting, th.bits_set(voted))
         full = th.compare(waiting, "sge", WARP)

@@ -107,6 +107,6 @@ def arrive_by_warps(barriers: Any, place: Any) -> None:
 
 @thread_op(args=(SCALAR,))
 def _arrive_by_warps(barrier: Any) -> None:
-    utils.inline_ptx("bar.warp.sync 0xffffffff;", has_side_effects=True, convergent=True)
+    th.warp_barrier()
     one = utils.single_thread_predicate(scope=utils.ThreadSubset.WARP)
     th.when(one, "mbarrier.arrive.release.cta.shared::cta.b64 _, [$0], 32;", barrier)

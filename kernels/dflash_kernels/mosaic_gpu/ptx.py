@@ -363,20 +363,20 @@ def over_lanes(value, kind: str):
     return inline(f"redux.sync.{kind}.u32 $0, $1, 0xffffffff;", value, returns=i32(), convergent=True)
 
 
-def lanes_where(condition):
-    """A bit for each lane of the warp: whether the condition holds there."""
-    ptx = "{ .reg .pred mine; setp.ne.b32 mine, $1, 0; vote.sync.ballot.b32 $0, mine, 0xffffffff; }"
+def ballot(condition):
+    """A bit for each lane of the warp whose condition holds."""
+    ptx = "{ .reg .pred holds; setp.ne.b32 holds, $1, 0; vote.sync.ballot.b32 $0, holds, 0xffffffff; }"
     return inline(ptx, as_word(condition), returns=i32(), convergent=True)
 
 
-def lanes_before(lanes):
-    """The bits of `lanes_where` of lanes before this one."""
-    ptx = "{ .reg .b32 mask; mov.u32 mask, %lanemask_lt; and.b32 $0, $1, mask; }"
-    return utils.inline_ptx(ptx, lanes, result_types=i32())
+def lower_lanes(mask, lane):
+    """The bits of a mask of lanes that belong to lanes below `lane`, which is less than 32."""
+    ptx = "{ .reg .b32 mask; shl.b32 mask, 1, $2; sub.u32 mask, mask, 1; and.b32 $0, $1, mask; }"
+    return inline(ptx, mask, lane, returns=i32())
 
 
 def warp_barrier() -> None:
-    """What lanes of a warp have stored in shared memory before, all of them find afterwards."""
+    """All lanes of the warp wait for each other, and see what the others have stored."""
     inline("bar.warp.sync 0xffffffff;", convergent=True)
 
 

@@ -323,17 +323,11 @@ def _named_bits_interpreted(pool: Any, held: Any) -> Any:
 def named_bits(pool, held):
     """A bit for each of a tile's slots, two words of 32: whether it is a row of the pool."""
     (pages, _, page_size, _), _ = th.shape_and_strides(pool)
-    return [_ballot(th.under(slot, pages * page_size)) for slot in _pair(held)]
+    return [th.ballot(th.under(slot, pages * page_size)) for slot in _pair(held)]
 
 
 def _pair(held) -> list:
     return [vector.extract(held.registers.item(), [], [i]) for i in range(2)]
-
-
-def _ballot(condition):
-    """A bit for each lane whose condition holds."""
-    ptx = "{ .reg .pred holds; setp.ne.b32 holds, $1, 0; vote.sync.ballot.b32 $0, holds, 0xffffffff; }"
-    return th.inline(ptx, th.as_word(condition), returns=th.i32(), convergent=True)
 
 
 def gather_rows(pool: Any, held: Any, column: Any, target: Any, barriers: Any, slot: Any) -> None:
@@ -368,7 +362,7 @@ def _gather_rows(pool, held, target, barrier, *, column: int) -> None:
     # A warp copies sixteen rows that follow one another: half of what its lanes hold in one place.
     first, later = _pair(held)
     own = th.select(th.under(warp, 2), first, later)
-    there = _ballot(th.under(own, pages * page_size))
+    there = th.ballot(th.under(own, pages * page_size))
     own = th.select(th.under(own, pages * page_size), own, th.number(0))
     which = th.div(lane, across)  # of the rows at once
     source_lane = th.add(th.mul(th.rem(warp, 2), of_warp), which)

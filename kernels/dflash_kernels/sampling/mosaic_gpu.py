@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
 
-from dflash_kernels.core.device import WARPGROUP, require_hopper
+from dflash_kernels.core.device import MULTIPROCESSORS, WARPGROUP, require_hopper
 from dflash_kernels.sampling.noise import CHUNK
 
 PARTS = 8  # of a row that is not filtered, a CTA each
-MULTIPROCESSORS, MANY_CTAS = 132, 2048
+MANY_CTAS = 2048  # beyond which one warpgroup each is fastest
 MOST_TOKENS = 2**24  # of a vocabulary, whose ids float32 holds
 VECTOR = CHUNK // WARPGROUP  # neighbouring entries that a thread reads
 

@@ -20,7 +20,6 @@ from dflash_kernels.mosaic_gpu import ptx as th
 from dflash_kernels.mosaic_gpu.thread_op import GLOBAL, SCALAR, kernel, thread_op
 
 _SIGN = 1 << 31
-_LOWER_LANES = "{ .reg .b32 mask; shl.b32 mask, 1, $2; sub.u32 mask, mask, 1; and.b32 $0, $1, mask; }"
 _PLACES = 1 << 16  # more than entries: what is packed above them counts groups
 
 
@@ -120,8 +119,8 @@ def _choice_of(plan: Plan, choice: Choice, logits: Any, token: Any, lane: Any) -
     expert, largest, top = th.number(0), th.number(0), th.number(0)
     for turn in range(taken):
         own, first = _largest(list(zip(keys, places, strict=True)))
-        best = _over_lanes("max", own)
-        where = _over_lanes("min", th.select(_equal(own, best), first, th.number(plan.scores)))
+        best = th.over_lanes(own, "max")
+        where = th.over_lanes(th.select(_equal(own, best), first, th.number(plan.scores)), "min")
         keys = [th.select(_equal(place, where), th.number(0), key) for key, place in zip(keys, places, strict=True)]
         mine = _equal(lane, th.number(turn))
         expert, largest = th.select(mine, where, expert), th.select(mine, best, largest)
@@ -192,10 +191,6 @@ def _unkey(key: Any) -> Any:
 
 def _equal(a: Any, b: Any) -> Any:
     return th.compare(a, "eq", b)
-
-
-def _over_lanes(kind: str, value: Any) -> Any:
-    return th.inline(f"redux.sync.{kind}.u32 $0, $1, 0xffffffff;", value, returns=th.i32(), convergent=True)
 
 
 def _summed(value: Any) -> Any:
@@ -330,14 +325,14 @@ def _each_entry(plan: Plan, flat: Any, counts: Any, work: Callable[[Any, Any], N
         somebodys = th.compare(expert, "sge", 0)
         where = th.select(somebodys, expert, th.number(0))
         alike = th.inline("match.any.sync.b32 $0, $1, 0xffffffff;", expert, returns=th.i32(), convergent=True)
-        before = th.bits_set(th.inline(_LOWER_LANES, alike, lane, returns=th.i32()))
+        before = th.bits_set(th.lower_lanes(alike, lane))
         count = th.shared_word(of_warp, where)
-        th.inline("bar.warp.sync 0xffffffff;", convergent=True)
+        th.warp_barrier()
         with th.branch(somebodys):
             work(entry, th.add(count, before))
             with th.branch(_equal(before, th.number(0))):
                 th.store_shared(of_warp, where, th.add(count, th.bits_set(alike)))
-        th.inline("bar.warp.sync 0xffffffff;", convergent=True)
+        th.warp_barrier()
         return carry
 
 
