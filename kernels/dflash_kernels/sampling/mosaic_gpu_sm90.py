@@ -25,8 +25,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dflash_kernels.core.device import WARPGROUP
 from dflash_kernels.mosaic_gpu import ptx as th
-from dflash_kernels.mosaic_gpu.noise import QUEUED, best_with_noise, rest_with_noise
+from dflash_kernels.mosaic_gpu.noise import QUEUED, best_with_noise, noise_at, rest_with_noise
 from dflash_kernels.mosaic_gpu.rows import WARPS, Reduction, numbers_at, reduce_into
+from dflash_kernels.mosaic_gpu.short_list import MOST, append, count_reaching, in_order, reached_by, reaching
 from dflash_kernels.mosaic_gpu.thread_op import FACTOR, SCALAR, kernel, thread_op
 from dflash_kernels.sampling.noise import BITS, CHUNK, arrivals, exponential, hashed
 
@@ -79,11 +80,22 @@ def choose(
             "most_noise": plgpu.SMEM((warpgroups * listed,), jnp.float32),
             "first": plgpu.SMEM((warpgroups * listed,), jnp.int32),
             "queues": plgpu.SMEM((warpgroups * WARPS * QUEUED,), jnp.int32),
+            **(_short_list(warpgroups) if limits else {}),
             "met": plgpu.Barrier(num_arrivals=warpgroups),
         },
         compiler_params=plgpu.CompilerParams(approx_math=True), interpret=interpret,
     )  # fmt: skip
     return launch(logits, jax.lax.bitcast_convert_type(keys, jnp.int32), *arrived, temperature, *limits)
+
+
+def _short_list(warpgroups: int) -> dict[str, Any]:
+    return {
+        "reached": plgpu.SMEM((warpgroups * WARPS,), jnp.int32),
+        "lists": plgpu.SMEM((warpgroups, 2, MOST), jnp.int32),
+        "lengths": plgpu.SMEM((warpgroups,), jnp.int32),
+        "ordered": plgpu.SMEM((MOST,), jnp.float32),
+        "weights": plgpu.SMEM((MOST,), jnp.float32),
+    }
 
 
 class _Row:
@@ -110,6 +122,9 @@ class _Row:
         self.filters = bool(limits)
         if self.filters:
             self.log_min_p, self.top_k, self.top_p = (limit[self.row] for limit in limits)
+            self.reached, self.lists, self.lengths, self.ordered, self.weights = (
+                buffers[name] for name in ("reached", "lists", "lengths", "ordered", "weights")
+            )
 
     def run(self) -> None:
         arrived = self._load_arrivals()
@@ -120,9 +135,80 @@ class _Row:
             return
         top, highest = self._met("max", [lanes, _whole(lanes).astype(jnp.float32)])
         self.top, highest = top, highest.astype(jnp.int32)
+        counts = self.samples & (self.top_k > 0) & (self.top_k < self.size)
+        low = jnp.where(self.samples, jnp.int32(LOWEST), highest)
+        low = _search(low, jnp.where(counts, highest, low), self.top_k, self._lanes_that_reach(lanes))
+        least = _as_number(low)
+
+        def may_stay(largest):
+            return (largest >= least) & (((largest - top) / self.temperature >= self.log_min_p) | ~self.samples)
+
+        self._leave_out(lambda chunk: may_stay(self.largest[self.wg, chunk]))
+        listed = self._list(low, counts | ~self.samples | (self.log_min_p > -jnp.inf))
+        fits = (listed > 0) & (listed <= MOST)
+
+        @pl.when(fits & (self.wg == 0))
+        def _():
+            self._choose_listed(listed, counts)
+
+        @pl.when(~fits)
+        def _():
+            self._choose(arrived, self._least_that_stays(lanes, low, highest, counts))
+
+    def _list(self, low, wanted):
+        """Lists the numbers from `low` on that `min_p` leaves, and tells how many they are: 0 where it is not wanted."""
+        count, least = self.count, _number(low)
+        self.count = jnp.where(wanted, count, 0)
+
+        def add(carry, x, _, chunk):
+            stays = (x >= least) & (((x - self.top) / self.temperature >= self.log_min_p) | ~self.samples)
+            append(jnp.where(stays, x, -jnp.inf), self.lists, self.lengths, self.wg, self._begins(chunk)[1])
+            return carry
+
+        self._over(None, add)
+        self.count = count
+        self._meet()
+        return sum((self.lengths[warpgroup] for warpgroup in range(self.warpgroups)), jnp.int32(0))
+
+    def _choose_listed(self, listed, counts) -> None:
+        """`_choose` among the numbers that are listed, by one warpgroup."""
+        numbers, places = in_order(self.lists, self.lengths, self.ordered)
+        last = self.ordered[jnp.where(counts, jnp.minimum(self.top_k, listed), listed) - 1]
+        shifted = numbers - self.top
+        weights = jnp.where(numbers >= last, jnp.exp(shifted * (1 / self.temperature)), 0.0)
+        last_reached = self.ordered[reached_by(weights, self.weights, listed, self.top_p)]
+        last = jnp.where(self.samples & (self.top_p < 1), last_reached, last)
+        noise = noise_at(
+            jnp.where(numbers > -jnp.inf, places, 0), [self.least, self.first], self.key,
+            bits=BITS, step=self.warpgroups, listed=self.listed, hashed=hashed, exponential=exponential,
+        )  # fmt: skip
+        sums = jnp.where(numbers >= last, shifted / self.temperature + self.noise_factor * noise, -jnp.inf)
+        self._reduce("max", sums, self.sums, 0)
+        largest = self.sums[0, 0]
+        self._reduce(
+            "min", jnp.where(sums == largest, places.astype(jnp.float32), jnp.float32(self.size)), self.sums, 1
+        )
+        self._store(self.sums[0, 1], largest)
+
+    def _lanes_that_reach(self, lanes) -> Callable:
+        """How many of `lanes` reach each of three whole numbers."""
+
+        def sums(least: tuple) -> list:
+            count_reaching(lanes, [_as_number(one) for one in least], self.reached, self.wg)
+            self._meet()
+            found = reaching(self.reached)
+            self._meet()  # before anyone writes again
+            return found
+
+        return sums
+
+    def _least_that_stays(self, lanes, low, highest, counts):
+        """The least whole number that the filters leave, from `low` on, which enough lanes reach for `top_k`."""
 
         def of_row(weight: Callable) -> Callable:
             def sums(least: tuple) -> list:
+                least = tuple(_number(one) for one in least)
+
                 def add(totals, x, *_):
                     return tuple(t + weighed for t, weighed in zip(totals, _reaching(x, weight(x), least), strict=True))
 
@@ -133,31 +219,30 @@ class _Row:
 
         def of_lanes(weight: Callable) -> Callable:
             weights = weight(lanes)
-            return lambda least: self._met("add", _reaching(lanes, weights, least))
+            return lambda least: self._met("add", _reaching(lanes, weights, tuple(_number(one) for one in least)))
 
-        def search(weight: Callable, low, enough, wanted):
+        def search(low, enough, wanted, sums: Callable):
             """The largest number from `low` on that `enough` weight reaches."""
-            for sums in (of_lanes(weight), of_row(weight)):
-                low = _search(low, jnp.where(wanted, highest, low), enough, sums)
-                least = _as_number(low)
-                self._leave_out(lambda chunk, least=least: self.largest[self.wg, chunk] >= least)
+            low = _search(low, jnp.where(wanted, highest, low), enough, sums)
+            least = _as_number(low)
+            self._leave_out(lambda chunk: self.largest[self.wg, chunk] >= least)
             return low
 
-        some = self.samples & (self.top_k > 0) & (self.top_k < self.size)
-        low = jnp.where(self.samples, jnp.int32(LOWEST), highest)
-        low = search(lambda x: _full(jnp.float32(1)), low, self.top_k.astype(jnp.float32), some)
+        low = search(low, self.top_k.astype(jnp.float32), counts, of_row(lambda x: _full(jnp.float32(1))))
         least = _number(low)
 
         def share(x):
-            scaled = (x - top) * (1 / self.temperature)
+            scaled = (x - self.top) * (1 / self.temperature)
             return jnp.where((x >= least) & (scaled >= self.log_min_p), jnp.exp(scaled), 0.0)
 
         some = self.samples & (self.top_p < 1)
         once = jnp.where(some, 1, 0)
-        total = lax.fori_loop(0, once, lambda *_: of_row(share)((jnp.float32(-jnp.inf),))[0], jnp.float32(0))
+        total = lax.fori_loop(0, once, lambda *_: of_row(share)((jnp.int32(LOWEST),))[0], jnp.float32(0))
         # A top_p below float32's smallest number is 0, which every number is reached by.
         enough = jnp.maximum(self.top_p * total, jnp.finfo(jnp.float32).tiny)
-        self._choose(arrived, search(share, low, enough, some))
+        for sums in (of_lanes, of_row):
+            low = search(low, enough, some, sums(share))
+        return low
 
     def _load_arrivals(self) -> list[tuple]:
         """The first arrivals in the CTA's chunks, and a bound of their noise, to shared memory; their tokens' logits and these
@@ -182,6 +267,8 @@ class _Row:
             self.alive[self.wg, chunk] = chunk
 
         lax.fori_loop(0, self.chunks, place, None)
+        if self.filters:
+            self.lengths[self.wg] = jnp.int32(0)
 
         def keep(most, x, number, _):
             self._reduce("max", x, self.largest, number)
@@ -250,10 +337,13 @@ class _Row:
 
         @pl.when(self.wg == 0)
         def _():
-            places, sums, tops = (each.at[self.row] for each in self.out)
-            # Of a row without a number the last place: some place there is.
-            places[self.part] = jnp.minimum(first.astype(jnp.int32), self.size - 1)
-            sums[self.part], tops[self.part] = largest, self.top
+            self._store(first, largest)
+
+    def _store(self, place, largest) -> None:
+        places, sums, tops = (each.at[self.row] for each in self.out)
+        # Of a row without a number the last place: some place there is.
+        places[self.part] = jnp.minimum(place.astype(jnp.int32), self.size - 1)
+        sums[self.part], tops[self.part] = largest, self.top
 
     def _over(self, carry: Any, step: Callable, *, at_once: int | None = None) -> Any:
         """`step(carry, x, number, chunk)` for what is left of the warpgroup's chunks.
@@ -320,7 +410,7 @@ def _search(low, high, enough, sums: Callable):
 
     def more(step, found):
         unit = jnp.int32(1) << (2 * (digits - 1 - step))
-        reached = sums(tuple(_number(found + unit * number) for number in (1, 2, 3)))
+        reached = sums(tuple(found + unit * number for number in (1, 2, 3)))
         return found + unit * sum((one >= enough).astype(jnp.int32) for one in reached)
 
     return lax.fori_loop(0, digits, more, low)
