@@ -2,18 +2,22 @@
 
 One CTA takes a row, or, where nothing is filtered, one of its parts: a row alone would take as long as one multiprocessor needs
 for it. Noise is made where it is added. No token of a chunk has more noise than that of its first arrival (`noise.py`). The tokens
-that these arrivals belong to are drawn first, whose largest sum is about as large as the row's; after it chunks whose bound exceeds
-this sum are looked at, in which a thread hashes for the numbers that may exceed it.
+that these arrivals belong to are drawn first, whose largest sum is about as large as the row's; then a thread hashes for the
+numbers that may exceed it. Without filters the row is read once.
 
-Every pass reads the row from the L2 again, but for chunks that it cannot need. A filter keeps what is not below a threshold, which
-is searched for among the numbers that bfloat16 has, two bits with each pass. The first pass keeps the largest number of each of
-some thousand places: what enough of these reach, enough of the row do, so that a search in registers leaves few bits to passes over
-the row. It also keeps the largest number of every chunk: chunks without one that may be kept are never looked at again, and most
-are such where a few tokens are kept, which is what filters are for.
+A filter keeps what is not below a threshold. The first pass over the row keeps the largest number of each of some thousand places:
+what enough of these reach, enough of the row do, which a search in registers finds. Few numbers of the row reach that or what
+`min_p` asks for. They are put in order in shared memory, where one warpgroup does the rest.
+
+Where they are too many, or `top_p` alone decides, thresholds are searched for among the numbers that bfloat16 has, two bits with
+each pass. A pass reads the row from the L2 again, but for chunks that it cannot need: the first one also keeps the largest number
+of every chunk, and chunks without one that may be kept are never looked at again. Of the last pass these are chunks whose bound of
+noise is too low, too.
 """
 
 # pyright: reportAbstractUsage=false, reportPrivateImportUsage=false
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,6 +41,8 @@ AT_ONCE = 4  # chunks asked for before the first is looked at, at most
 MOST_SUMS = 3  # that warpgroups exchange
 LOWEST = -32_641  # minus infinity among `_whole`
 
+# Temperature from which on sums keep their digits, whatever logit they are relative to.
+WARM = 0.1
 SLACK = 1e-4  # of a bound: more than the hardware's logarithm errs
 
 _STRIDED = plgpu.Layout.WG_STRIDED((CHUNK,), vec_size=VECTOR)
@@ -74,13 +80,11 @@ def choose(
         scratch_types={
             "sums": plgpu.SMEM((warpgroups, MOST_SUMS), jnp.float32),
             "scratch": plgpu.SMEM((warpgroups, WARPS), jnp.float32),
-            "largest": plgpu.SMEM((warpgroups, most), jnp.float32),
-            "alive": plgpu.SMEM((warpgroups, most + 1), jnp.int32),
             "least": plgpu.SMEM((warpgroups * listed,), jnp.float32),
             "most_noise": plgpu.SMEM((warpgroups * listed,), jnp.float32),
             "first": plgpu.SMEM((warpgroups * listed,), jnp.int32),
             "queues": plgpu.SMEM((warpgroups * WARPS * QUEUED,), jnp.int32),
-            **(_short_list(warpgroups) if limits else {}),
+            **(_filters(warpgroups, most) if limits else {}),
             "met": plgpu.Barrier(num_arrivals=warpgroups),
         },
         compiler_params=plgpu.CompilerParams(approx_math=True), interpret=interpret,
@@ -88,8 +92,11 @@ def choose(
     return launch(logits, jax.lax.bitcast_convert_type(keys, jnp.int32), *arrived, temperature, *limits)
 
 
-def _short_list(warpgroups: int) -> dict[str, Any]:
+def _filters(warpgroups: int, most: int) -> dict[str, Any]:
+    """Shared memory for filters; `most`: chunks of a warpgroup."""
     return {
+        "largest": plgpu.SMEM((warpgroups, most), jnp.float32),
+        "alive": plgpu.SMEM((warpgroups, most + 1), jnp.int32),
         "reached": plgpu.SMEM((warpgroups * WARPS,), jnp.int32),
         "lists": plgpu.SMEM((warpgroups, 2, MOST), jnp.int32),
         "lengths": plgpu.SMEM((warpgroups,), jnp.int32),
@@ -107,8 +114,7 @@ class _Row:
         self.logits, keys, *self.arrivals, temperature = given
         self.key = [keys[self.row, word] for word in (0, 1)]
         self.sums, self.scratch, self.met = (buffers[name] for name in ("sums", "scratch", "met"))
-        # Of every chunk the largest number, and those that may hold what stays; and the first arrival in each, and its noise.
-        self.largest, self.alive = buffers["largest"], buffers["alive"]
+        # The first arrival in each chunk, and its noise.
         self.least, self.most_noise, self.first = (buffers[name] for name in ("least", "most_noise", "first"))
         self.queues, self.listed = buffers["queues"], self.least.shape[0] // warpgroups
         given, self.size = temperature[self.row], self.logits.shape[1]
@@ -122,17 +128,19 @@ class _Row:
         self.filters = bool(limits)
         if self.filters:
             self.log_min_p, self.top_k, self.top_p = (limit[self.row] for limit in limits)
+            # Of every chunk the largest number, and those that may hold what stays.
+            self.largest, self.alive = buffers["largest"], buffers["alive"]
             self.reached, self.lists, self.lengths, self.ordered, self.weights = (
                 buffers[name] for name in ("reached", "lists", "lengths", "ordered", "weights")
             )
 
     def run(self) -> None:
         arrived = self._load_arrivals()
-        lanes = self._look()
         if not self.filters:
-            (self.top,) = self._met("max", [lanes])
+            self.top = self._shift(arrived)
             self._choose(arrived)
             return
+        lanes = self._look()
         top, highest = self._met("max", [lanes, _whole(lanes).astype(jnp.float32)])
         self.top, highest = top, highest.astype(jnp.int32)
         counts = self.samples & (self.top_k > 0) & (self.top_k < self.size)
@@ -154,6 +162,20 @@ class _Row:
         @pl.when(~fits)
         def _():
             self._choose(arrived, self._least_that_stays(lanes, low, highest, counts))
+
+    def _shift(self, arrived: list[tuple]):
+        """What logits are compared with: the largest one of the first arrivals', or where that is too far from the others the
+        largest of all."""
+        self._reduce("max", functools.reduce(jnp.maximum, (of_first for of_first, _ in arrived)), self.sums, 0)
+        shift = self.sums[self.wg, 0]
+        too_far = (self.temperature < WARM) | (shift == -jnp.inf)
+
+        def look(*_):
+            return self._met(
+                "max", [self._over(_full(jnp.float32(-jnp.inf)), lambda most, x, *_: jnp.maximum(most, x))]
+            )[0]
+
+        return lax.fori_loop(0, too_far.astype(jnp.int32), look, shift)
 
     def _list(self, low, wanted):
         """Lists the numbers from `low` on that `min_p` leaves, and tells how many they are: 0 where it is not wanted."""
@@ -267,8 +289,7 @@ class _Row:
             self.alive[self.wg, chunk] = chunk
 
         lax.fori_loop(0, self.chunks, place, None)
-        if self.filters:
-            self.lengths[self.wg] = jnp.int32(0)
+        self.lengths[self.wg] = jnp.int32(0)
 
         def keep(most, x, number, _):
             self._reduce("max", x, self.largest, number)
@@ -307,13 +328,14 @@ class _Row:
         def most_noise(chunk):
             return self.most_noise[self.wg * self.listed + chunk]
 
-        lowest = jnp.float32(-jnp.inf) if low is None else _as_number(low)
-        self._leave_out(
-            lambda chunk: (
-                (self.largest[self.wg, chunk] >= lowest)
-                & ((self.largest[self.wg, chunk] - self.top) / self.temperature + most_noise(chunk) > over)
+        if low is not None:
+            lowest = _as_number(low)
+            self._leave_out(
+                lambda chunk: (
+                    (self.largest[self.wg, chunk] >= lowest)
+                    & ((self.largest[self.wg, chunk] - self.top) / self.temperature + most_noise(chunk) > over)
+                )
             )
-        )
 
         memory, of_chunks = [self.queues, self.least, self.first], {"bits": BITS, "step": self.warpgroups * self.parts}
         slots = [self.wg * self.listed, self.wg * self.parts + self.part]
@@ -358,7 +380,9 @@ class _Row:
         def visit(turn, carry):
             numbers = [turn * together + place for place in range(together)]
             # Past the last one it is looked at again, and all of it left out.
-            chunks = [self.alive[self.wg, jnp.minimum(number, count - 1)] for number in numbers]
+            chunks = [jnp.minimum(number, count - 1) for number in numbers]
+            if self.filters:
+                chunks = [self.alive[self.wg, chunk] for chunk in chunks]
             begin = [self._begins(chunk) for chunk in chunks]
             found = [load(start) for _, start in begin]
             for x, number, chunk, (first, start) in zip(found, numbers, chunks, begin, strict=True):
