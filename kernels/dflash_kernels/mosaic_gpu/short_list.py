@@ -7,6 +7,7 @@ the first place, nothing depends on it any more.
 # Pallas declares what it inlines with the context that it passes itself.
 # pyright: reportAbstractUsage=false, reportCallIssue=false
 
+import functools
 import math
 from typing import Any
 
@@ -44,9 +45,9 @@ def _real_above(a: Any, b: Any) -> Any:
 
 def _counted(values: Any, least: list, counts: Any, wg: Any) -> None:
     of_warps = jnp.stack([(values >= one).reshape(4, -1).sum(axis=1) for one in least])
-    packed = sum(each << (FIELD * place) for place, each in enumerate(of_warps))
     for warp in range(4):
-        counts[wg * 4 + warp] = packed[warp].astype(jnp.int32)
+        fields = (of_warps[place, warp].astype(jnp.int32) << (FIELD * place) for place in range(THRESHOLDS))
+        counts[wg * 4 + warp] = functools.reduce(jnp.bitwise_or, fields)
 
 
 @thread_op(args=lambda values, *_: (_strided(values.shape[0]), SCALAR, GLOBAL, SCALAR), interpret=_counted)
