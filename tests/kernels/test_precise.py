@@ -62,7 +62,10 @@ def test_a_matrix_of_columns(live: int, part: int, parts: int, threads: Threads)
     """One of six, or some of its rows: what two vectors find there, and what a third writes."""
     matrices, vectors, new = normal(2, 3, 128, 128), normal(2, 128), normal(128)
     rows = slice(part * 128 // parts, (part + 1) * 128 // parts)
-    place, places = threads.place(matrices.shape, matrices), [threads.place(one[rows].shape, one[rows]) for one in vectors]
+    place, places = (
+        threads.place(matrices.shape, matrices),
+        [threads.place(one[rows].shape, one[rows]) for one in vectors],
+    )
     held = of_threads(columns.held_columns)(place, 1, 2, part, parts=parts)
     found = vectors[:, rows].astype(np.float64) @ matrices[1, 2, rows]
     close(np.stack(of_threads(columns.summed_columns)(held, places)), found, 1e-6)

@@ -71,7 +71,9 @@ def step(
             jax.ShapeDtypeStruct((slots, 1, shape.value_heads * WIDTH), projected.dtype),
             jax.ShapeDtypeStruct(state.conv.shape, state.conv.dtype),
         ),
-        scratch_types=scratch, compiler_params=plgpu.CompilerParams(approx_math=True), interpret=interpret,
+        scratch_types=scratch, interpret=interpret,
+        # Pallas puts two barriers around every store. Nothing in shared memory is written twice: `commit_smem` is enough.
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
     )(projected, *weights, state.conv, live, s)  # fmt: skip
     return out, DeltaState(freeze_aliased(s), conv)
 
@@ -105,8 +107,9 @@ class _Head:
         beta, decay = _gates(*(number.astype(jnp.float32) for number in asked))
         b["q"][...], b["k"][...] = q, k
         sum_warps([k * k, q * q, q * k], b["lengths"])
+        self._keep([rows for rows, _ in given])
         plgpu.commit_smem()
-        by_key, by_query = self._found(held, [rows for rows, _ in given])
+        by_key, by_query = self._found(held)
         of_k, of_q, alike = summed_warps(b["lengths"])
         of_k, of_q = lax.rsqrt(of_k + 1e-6), lax.rsqrt(of_q + 1e-6) * WIDTH**-0.5
         u = (v - by_key * (of_k * decay)) * beta
@@ -120,17 +123,15 @@ class _Head:
 
         _where(self._has(0), write)
 
-    def _found(self, held: list[jax.Array], given: list[list[jax.Array]]) -> list[jax.Array]:
-        """What key and query find in all rows of the matrix. Meanwhile the convolution's rows, `given`, go to their place."""
+    def _found(self, held: list[jax.Array]) -> list[jax.Array]:
+        """What key and query find in all rows of the matrix."""
         b, vectors = self.buffers, [self.buffers["k"], self.buffers["q"]]
         found = summed_columns(held, [self._of_part(vector) for vector in vectors])
-        if self.parts > 1:
-            give_sums(found, b["sums"], address_of(b["arrived"]), parts=self.parts)
-        self._keep(given)
-        if self.parts > 1:
-            matrix = self.s.at[self.slot, self.head]
-            found = taken_sums(b["sums"], address_of(b["arrived"]), matrix, vectors, b.get("met"), parts=self.parts)
-        return found
+        if self.parts == 1:
+            return found
+        memory, arrived, matrix = b["sums"], address_of(b["arrived"]), self.s.at[self.slot, self.head]
+        give_sums(found, memory, arrived, parts=self.parts)
+        return taken_sums(memory, arrived, matrix, vectors, b.get("met"), parts=self.parts)
 
     def _of_part(self, vector: Any) -> Any:
         """The numbers of the CTA's rows, of those of all rows."""
