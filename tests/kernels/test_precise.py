@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from dflash_kernels.mosaic_gpu import columns, precise
+from dflash_kernels.mosaic_gpu import columns, precise, rows
 
 from .delta_oracle import close
 from .numpy_cluster import Cluster
@@ -76,10 +76,11 @@ def test_a_matrix_of_columns(live: int, part: int, parts: int, threads: Threads)
     close(threads.read(place), expected, 1e-6)
 
 
-def test_sums_of_warps(threads: Threads) -> None:
+def test_sums_of_rows(threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "th", threads)
+    monkeypatch.setattr(rows, "_own_sum", lambda row: row)
     given, place = normal(3, 128), threads.place((3, 4))
-    of_threads(columns.sum_warps)(list(given), place)
-    found = of_threads(columns.summed_warps)(place)
+    found = of_threads(rows.row_sums)(list(given), place, vector=1)
     close(np.stack(found), np.repeat(given.astype(np.float64).sum(1)[:, None], 128, axis=1), 1e-6)
 
 

@@ -17,10 +17,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import vector
 
-from dflash_kernels.core.device import WARP
 from dflash_kernels.mosaic_gpu import ptx as th
 from dflash_kernels.mosaic_gpu.softmax import sigmoid
-from dflash_kernels.mosaic_gpu.thread_op import FACTOR, GLOBAL, SCALAR, thread_op
+from dflash_kernels.mosaic_gpu.thread_op import GLOBAL, SCALAR, thread_op
 
 WIDTH, _AT_ONCE = 128, 4  # columns; rows whose numbers are loaded by one instruction
 VECTOR = plgpu.Layout.WG_STRIDED((WIDTH,), vec_size=1)  # a number of each thread
@@ -230,34 +229,6 @@ def taken_sums(memory: Any, arrived: Any, matrix: Any, vectors: Any, met: Any, *
     for cta in range(1, parts):
         sums = [th.fadd(one, more) for one, more in zip(sums, _shared(th.add(own, 8 * WIDTH * cta), 2), strict=True)]
     return [_array(one) for one in sums]
-
-
-def _warps_summed(numbers: list[Any], target: Any) -> None:
-    for place, array in enumerate(numbers):
-        target.at[place][...] = array.reshape(-1, WARP).sum(axis=1)
-
-
-@thread_op(args=(VECTOR, GLOBAL), interpret=_warps_summed)
-def sum_warps(numbers: list[Any], target: Any) -> None:
-    """Sums of each warp's numbers to `target [arrays, 4]` in shared memory, float32, where `summed_warps` finds them after a
-    barrier. What `sum()` does for one array after the other, each with barriers of its own, happens side by side.
-    """
-    values, row = [_number(array) for array in numbers], th.mul(th.div(th.thread(), WARP), 4)
-    for distance in (16, 8, 4, 2, 1):
-        values = [th.fadd(value, th.shuffle_xor(value, distance)) for value in values]
-    for place, value in enumerate(values):
-        _store(th.add(th.add(th.address(target, space=3), 16 * place), row), value)
-
-
-@thread_op(
-    args=(GLOBAL,), returns=lambda target: [FACTOR] * target.shape[0],
-    interpret=lambda target: [target[place].sum() for place in range(target.shape[0])],
-)  # fmt: skip
-def summed_warps(target: Any) -> list[Any]:
-    """The sums of whole arrays, of which `sum_warps` left those of warps."""
-    place, (count, _) = th.address(target, space=3), th.shape_and_strides(target)[0]
-    found = [_shared(th.add(place, 16 * array), 4) for array in range(count)]
-    return [th.fadd(th.fadd(a, b), th.fadd(c, d)) for a, b, c, d in found]
 
 
 def _matrix(ref: Any, first: Any, second: Any, part: Any, parts: int) -> tuple[int, Any]:

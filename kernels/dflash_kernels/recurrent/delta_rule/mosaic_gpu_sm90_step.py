@@ -17,20 +17,19 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from dflash_kernels.core.device import MULTIPROCESSORS, WARP
+from dflash_kernels.core.device import MULTIPROCESSORS
 from dflash_kernels.core.layouts import aliased_ref, freeze_aliased
 from dflash_kernels.mosaic_gpu.columns import (
     VECTOR,
     convolved,
     give_sums,
     held_columns,
-    sum_warps,
     summed_columns,
-    summed_warps,
     taken_sums,
     write_columns,
 )
 from dflash_kernels.mosaic_gpu.layouts import rows_of
+from dflash_kernels.mosaic_gpu.rows import row_sums, sums_of_warps
 from dflash_kernels.mosaic_gpu.softmax import sigmoid, softplus
 from dflash_kernels.mosaic_gpu.thread_op import kernel
 from dflash_kernels.mosaic_gpu.tma import address_of
@@ -57,7 +56,7 @@ def step(
     body.__name__ = "delta_step"  # what profilers show
     s = aliased_ref(state.s)
     scratch: dict[str, Any] = {name: plgpu.SMEM((WIDTH,), jnp.float32) for name in ("q", "k")}
-    scratch["lengths"] = plgpu.SMEM((3, WIDTH // WARP), jnp.float32)
+    scratch |= {"lengths": sums_of_warps(3), "squares": sums_of_warps(1)}
     cluster: dict[str, Any] = {}
     if parts > 1:
         cluster = {"cluster": (parts,), "cluster_names": ("part",)}
@@ -72,7 +71,7 @@ def step(
             jax.ShapeDtypeStruct(state.conv.shape, state.conv.dtype),
         ),
         scratch_types=scratch, interpret=interpret,
-        # Pallas puts two barriers around every store. Nothing in shared memory is written twice: `commit_smem` is enough.
+        # Pallas puts two barriers around every store. Nothing in shared memory is written twice: that of `row_sums` is enough.
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
     )(projected, *weights, state.conv, live, s)  # fmt: skip
     return out, DeltaState(freeze_aliased(s), conv)
@@ -105,12 +104,12 @@ class _Head:
             convolved(*([one.astype(jnp.float32) for one in part] for part in (rows, taps)))[0] for rows, taps in given
         )
         beta, decay = _gates(*(number.astype(jnp.float32) for number in asked))
-        b["q"][...], b["k"][...] = q, k
-        sum_warps([k * k, q * q, q * k], b["lengths"])
         self._keep([rows for rows, _ in given])
-        plgpu.commit_smem()
+        b["q"][...], b["k"][...] = q, k
+        of_k, of_q, alike = row_sums(
+            [k * k, q * q, q * k], b["lengths"], vector=1
+        )  # and everyone sees keys and queries
         by_key, by_query = self._found(held)
-        of_k, of_q, alike = summed_warps(b["lengths"])
         of_k, of_q = lax.rsqrt(of_k + 1e-6), lax.rsqrt(of_q + 1e-6) * WIDTH**-0.5
         u = (v - by_key * (of_k * decay)) * beta
         write_columns(
@@ -182,7 +181,8 @@ class _Head:
         """The output, rounded, normed and times SiLU of z."""
         dtype, rounded = self.projected.dtype, jnp.promote_types(self.norm.dtype, self.projected.dtype)
         wide, z = out.astype(dtype).astype(jnp.float32), z.astype(jnp.float32)
-        normed = (wide * lax.rsqrt((wide * wide).sum() * (1 / WIDTH) + self.eps)).astype(dtype).astype(jnp.float32)
+        (squares,) = row_sums([wide * wide], self.buffers["squares"], vector=1)
+        normed = (wide * lax.rsqrt(squares * (1 / WIDTH) + self.eps)).astype(dtype).astype(jnp.float32)
         weighted = (weight.astype(jnp.float32) * normed).astype(rounded)
         return (weighted.astype(jnp.float32) * (z * sigmoid(z))).astype(dtype)
 
