@@ -218,16 +218,17 @@ def test_fold_for_real(tokens: int, dtype: Any) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("parts", [1, 2, 4])
 @pytest.mark.parametrize("heads", [(16, 32), (16, 48), (2, 2)])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bfloat16", "float32"])
-def test_step_for_real(heads: tuple[int, int], dtype: Any, parts: int) -> None:
-    """Twice, as results must not depend on which CTA of a cluster comes first."""
+def test_step_for_real(heads: tuple[int, int], dtype: Any) -> None:
+    """However many CTAs share a head, and whichever comes first, the bits are the same."""
     shape, live = DeltaShape(*heads, 128, 128), jnp.array([True, False, True])
     arguments = step_call(shape, live, dtype)
-    found, again = (launch_step(*arguments, live, shape, eps=EPS, parts=parts) for _ in range(2))
-    check_step(arguments, live, shape, found)
-    jax.tree.map(same, again, found)
+    alone, *others = (launch_step(*arguments, live, shape, eps=EPS, parts=parts) for parts in (1, 2, 4, 4))
+    check_step(arguments, live, shape, alone)
+    for out, after in others:
+        same(out[live], alone[0][live])
+        jax.tree.map(same, after, alone[1])
 
 
 @pytest.mark.gpu

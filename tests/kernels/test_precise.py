@@ -76,6 +76,22 @@ def test_a_matrix_of_columns(live: int, part: int, parts: int, threads: Threads)
     close(threads.read(place), expected, 1e-6)
 
 
+def test_sums_are_the_same_in_parts(threads: Threads) -> None:
+    """The bits of a matrix's sums do not depend on how many share it."""
+    matrix, vectors = normal(1, 1, 128, 128), normal(2, 128)
+    place, sums = threads.place(matrix.shape, matrix), {}
+    for parts in (1, 2, 4):
+        each = []
+        for part in range(parts):
+            own = slice(part * 128 // parts, (part + 1) * 128 // parts)
+            places = [threads.place(one[own].shape, one[own]) for one in vectors]
+            held = of_threads(columns.held_columns)(place, 0, 0, part, parts=parts)
+            each.append(np.stack(of_threads(columns.summed_columns)(held, places)))
+        sums[parts] = columns._in_pairs(each)
+    np.testing.assert_array_equal(sums[2], sums[1])
+    np.testing.assert_array_equal(sums[4], sums[1])
+
+
 def test_sums_of_rows(threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows, "th", threads)
     monkeypatch.setattr(rows, "_own_sum", lambda row: row)
@@ -86,7 +102,7 @@ def test_sums_of_rows(threads: Threads, monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("ctas", [2, 4])
 def test_sums_of_a_cluster(ctas: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every CTA has what all have, in the same order, so the same bits."""
+    """Every CTA has what all have, added up in pairs."""
     cluster = Cluster(ctas, 128)
     monkeypatch.setattr(columns, "th", cluster)
     monkeypatch.setattr(columns, "_number", lambda number: number)
@@ -95,7 +111,8 @@ def test_sums_of_a_cluster(ctas: int, monkeypatch: pytest.MonkeyPatch) -> None:
     of_threads(columns.give_sums)(list(given), memory, arrived, parts=ctas)
     found = of_threads(columns.taken_sums)(memory, arrived, None, None, None, parts=ctas)
     each = given.reshape(2, ctas, 128)
-    expected = sum((each[:, cta] for cta in range(1, ctas)), start=each[:, 0])
+    pairs = each[:, ::2] + each[:, 1::2]
+    expected = pairs[:, 0] if ctas == 2 else pairs[:, 0] + pairs[:, 1]
     np.testing.assert_array_equal(np.stack(found).reshape(2, ctas, 128), np.stack([expected] * ctas, axis=1))
 
 

@@ -7,6 +7,7 @@ Written out for one thread, since these are hundreds of operations that layouts 
 
 # pyright: reportAbstractUsage=false, reportCallIssue=false
 
+import itertools
 from typing import Any
 
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from dflash_kernels.mosaic_gpu.softmax import sigmoid
 from dflash_kernels.mosaic_gpu.thread_op import GLOBAL, SCALAR, thread_op
 
 WIDTH, _AT_ONCE = 128, 4  # columns; rows whose numbers are loaded by one instruction
+_BLOCK = 32  # rows that are summed before others are added
 VECTOR = plgpu.Layout.WG_STRIDED((WIDTH,), vec_size=1)  # a number of each thread
 _NUMBERS = plgpu.ShapeDtypeStruct((WIDTH,), jnp.dtype(jnp.float32), layout=VECTOR)
 
@@ -149,15 +151,21 @@ def _summed_interpreted(held: list[Any], vectors: list[Any]) -> list[Any]:
 
 @thread_op(args=(VECTOR, GLOBAL), returns=lambda _, vectors: [_NUMBERS] * len(vectors), interpret=_summed_interpreted)
 def summed_columns(held: list[Any], vectors: list[Any]) -> list[Any]:
-    """Sums over rows of what `held_columns` gave, times each row's number in every one of `vectors` in shared memory."""
-    places = [th.address(vector, space=3) for vector in vectors]
-    sums = [[th.real(0.0) for _ in range(_AT_ONCE)] for _ in vectors]
-    for row in range(0, len(held), _AT_ONCE):
-        numbers = [_number(one) for one in held[row : row + _AT_ONCE]]
-        for place, parts in zip(places, sums, strict=True):
-            weights = _shared(th.add(place, 4 * row), _AT_ONCE)
-            parts[:] = [th.fadd(part, th.fmul(*pair)) for part, *pair in zip(parts, numbers, weights, strict=True)]
-    return [_array(th.fadd(th.fadd(a, b), th.fadd(c, d))) for a, b, c, d in sums]
+    """Sums over rows of what `held_columns` gave, times each row's number in every one of `vectors` in shared memory.
+
+    Rows are added up in blocks, and blocks in pairs, as `taken_sums` goes on: the bits do not tell how many CTAs share a matrix.
+    """
+    places, found = [th.address(one, space=3) for one in vectors], [list[Any]() for _ in vectors]
+    for first in range(0, len(held), _BLOCK):
+        sums = [[th.real(0.0) for _ in range(_AT_ONCE)] for _ in vectors]
+        for row in range(first, first + _BLOCK, _AT_ONCE):
+            numbers = [_number(one) for one in held[row : row + _AT_ONCE]]
+            for place, parts in zip(places, sums, strict=True):
+                weights = _shared(th.add(place, 4 * row), _AT_ONCE)
+                parts[:] = [th.fadd(part, th.fmul(*pair)) for part, *pair in zip(parts, numbers, weights, strict=True)]
+        for blocks, parts in zip(found, sums, strict=True):
+            blocks.append(_in_pairs(parts))
+    return [_array(_in_pairs(blocks)) for blocks in found]
 
 
 def _written_interpreted(
@@ -216,7 +224,7 @@ def _taken_interpreted(memory: Any, arrived: Any, matrix: Any, vectors: Any, met
     args=(GLOBAL, SCALAR, None, None, None), returns=lambda *_, **__: [_NUMBERS] * 2, interpret=_taken_interpreted
 )
 def taken_sums(memory: Any, arrived: Any, matrix: Any, vectors: Any, met: Any, *, parts: int) -> list[Any]:
-    """Both numbers of every column, summed over the CTAs of a cluster in their order. Waits for what `give_sums` sends, once.
+    """Both numbers of every column, summed over the CTAs of a cluster. Waits for what `give_sums` sends, once.
 
     Args:
       memory, arrived, parts: see `give_sums`.
@@ -225,10 +233,15 @@ def taken_sums(memory: Any, arrived: Any, matrix: Any, vectors: Any, met: Any, *
     """
     th.await_phase(arrived, th.number(0))
     own = th.add(th.address(memory, space=3), th.mul(th.thread_of_cta(), 8))
-    sums = _shared(own, 2)
-    for cta in range(1, parts):
-        sums = [th.fadd(one, more) for one, more in zip(sums, _shared(th.add(own, 8 * WIDTH * cta), 2), strict=True)]
-    return [_array(one) for one in sums]
+    of_ctas = [_shared(th.add(own, 8 * WIDTH * cta), 2) for cta in range(parts)]
+    return [_array(_in_pairs(list(sums))) for sums in zip(*of_ctas, strict=True)]
+
+
+def _in_pairs(numbers: list[Any]) -> Any:
+    """The sum of a power of two of numbers, neighbours first."""
+    while len(numbers) > 1:
+        numbers = [th.fadd(*pair) for pair in itertools.batched(numbers, 2)]
+    return numbers[0]
 
 
 def _matrix(ref: Any, first: Any, second: Any, part: Any, parts: int) -> tuple[int, Any]:
