@@ -106,9 +106,8 @@ class _Head:
         beta, decay = _gates(*(number.astype(jnp.float32) for number in asked))
         self._keep([rows for rows, _ in given])
         b["q"][...], b["k"][...] = q, k
-        of_k, of_q, alike = row_sums(
-            [k * k, q * q, q * k], b["lengths"], vector=1
-        )  # and everyone sees keys and queries
+        # Its barrier is also the one that keys and queries need.
+        of_k, of_q, alike = row_sums([k * k, q * q, q * k], b["lengths"], vector=1)
         by_key, by_query = self._found(held)
         of_k, of_q = lax.rsqrt(of_k + 1e-6), lax.rsqrt(of_q + 1e-6) * WIDTH**-0.5
         u = (v - by_key * (of_k * decay)) * beta
