@@ -79,7 +79,7 @@ def settings_of(options: argparse.Namespace, kind: str) -> Settings:
         plans = tuple(replace(plan, prompt=plan.prompt // 8, new=48, greedy_rows=2, sampled_rows=1) for plan in plans)
     return with_changes(
         FULL, draft_kind=kind, draft_steps=options.steps, draft_rate=options.rate, loss=options.loss,
-        sampled_loss=options.sampled_loss, optimizer=options.optimizer, seed=options.seed, rollouts=plans,
+        blocks=options.blocks, sampled_loss=options.sampled_loss, optimizer=options.optimizer, seed=options.seed, rollouts=plans,
         head=HeadSizes(rank=options.rank, form=options.form), chunk=min(FULL.chunk, options.steps),
         anchors=4 if options.small else None, evaluation_new=options.tokens,
     )  # fmt: skip
@@ -229,6 +229,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--rate", type=float, default=2e-3)
     parser.add_argument("--loss", choices=("decay", "dpace"), default="dpace")
+    parser.add_argument("--blocks", choices=("even", "cycles"), default="even", help="weights of a step's blocks")
     parser.add_argument(
         "--sampled-loss", choices=("places", "block"), default="places", help="DSpark's, on sampled texts"
     )
@@ -292,6 +293,8 @@ def main() -> int:
             )
             record.add(case, "decode with drafting", row["tokens_per_s"], "tokens/s")
         clock.report(f"{kind}: {time.monotonic() - began:.0f} s in all")
+    if record is None:
+        return 0
     done = [options.work / f"{kind}.json" for kind in KINDS]
     print(table([json.loads(path.read_text()) for path in done if path.exists()]))
     return 0

@@ -12,7 +12,7 @@ from dflash_jax.models import DFlashConfig, bind
 from dflash_jax.training.attention import block_attend, causal_attend
 from dflash_jax.training.head_losses import VARIATION, Places, terms
 from dflash_jax.training.kinds import initial_weights, working
-from dflash_jax.training.losses import weighted
+from dflash_jax.training.losses import cycle_weights, weighted
 from dflash_jax.training.optimizer import Params, apply, half, optimizer
 from dflash_jax.training.settings import Settings
 from dflash_jax.training.stages import Clock, run_steps
@@ -96,11 +96,18 @@ def block_loss(
     hard = terms(draft, greedy, table)
     taught = sampled._replace(teacher=model.logits(sampled.teacher))
     soft = terms(draft, taught, table, whole=settings.sampled_loss == "block")
-    total = jnp.concatenate([weighted(kind.loss, kind.match, settings.loss) for kind in (hard, soft)]).mean()
+    losses = []
+    for kind in (hard, soft):
+        loss = weighted(kind.loss, kind.match, settings.loss)
+        loss = loss if kind.stopped is None else loss + kind.stopped.mean(-1)
+        if settings.blocks == "cycles":
+            gained = jnp.cumprod(kind.match, -1).sum(-1) + 1
+            loss = loss * cycle_weights(gained.reshape(-1, settings.anchors)).reshape(-1)
+        losses.append(loss)
+    total = jnp.concatenate(losses).mean()
     accept = jnp.cumprod(hard.match, -1).sum(-1).mean() + 1
     metrics = {"greedy": hard.entropy.mean(), "sampled": soft.entropy.mean(), "accept": accept}
     if soft.stopped is not None:
-        total += soft.stopped.mean(-1).sum() / (len(hard.loss) + len(soft.loss))
         metrics["stands"] = soft.stopped.shape[1] - soft.stopped.sum(-1).mean() / VARIATION + 1
     return total, metrics
 

@@ -62,6 +62,19 @@ def block_stands(
     return jnp.minimum(jnp.exp(least + log_p), jnp.exp(came + log_q)).sum(-1)
 
 
+def cycle_weights(lengths: Float[Array, "B A"], reach: int = 2) -> Float[Array, "B A"]:
+    """Weights, one on average, of blocks that gain so many tokens: as often as cycles begin in the stretch of text around them.
+
+    Anchors lie evenly, cycles do not: where they gain twice the tokens, half as many begin. A stretch is a row's anchors from
+    `reach` before a block to `reach` behind it.
+    """
+    lengths = jax.lax.stop_gradient(lengths)
+    near = jnp.pad(jnp.stack([lengths, jnp.ones_like(lengths)]), ((0, 0), (0, 0), (reach, reach)))
+    total, count = sum(near[..., i : i + lengths.shape[1]] for i in range(2 * reach + 1))
+    often = count / total
+    return often / often.mean()
+
+
 def weighted(
     terms: Float[Array, "M S"], match: Float[Array, "M S"], kind: str, seen: Bool[Array, "M S"] | None = None
 ) -> Float[Array, "M"]:

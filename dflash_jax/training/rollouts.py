@@ -11,6 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from dflash_jax.checkpoints.atomic import written_whole
 from dflash_jax.config import Qwen3Config
+from dflash_jax.errors import ParameterError
 from dflash_jax.models import bind
 from dflash_jax.training.attention import growing_attend
 from dflash_jax.training.optimizer import Params, half
@@ -75,10 +76,14 @@ def roll_out(
 
     Raises:
       Interrupted: the clock ran out; finished files are in `folder`.
+      ParameterError: there are more parts than batches.
     """
     index, count = part
     if count == 1:
         return _own(settings, target, tokens, folder, clock, part)
+    batches = min(-(-min(plan.greedy, plan.sampled) // plan.batch) for plan in settings.rollouts)
+    if count > batches:
+        raise ParameterError(f"part must be one of at most {batches}, the batches of a kind, got {count}")
     own = _own(settings, target, tokens, folder / f"{index}-{count}", clock, part)
     began, found = clock.elapsed(), {index: own}
     while len(found) < count and clock.elapsed() - began < patience:

@@ -12,7 +12,7 @@ from dflash_jax.attention.dense import dense_attend
 from dflash_jax.decoding.accept import _weights
 from dflash_jax.models import bind
 from dflash_jax.training.drafter import block_hidden, gather_slots, initial_drafter, target_pass
-from dflash_jax.training.losses import block_stands, decay_weights, dpace_weights, hard_terms, soft_terms
+from dflash_jax.training.losses import block_stands, cycle_weights, decay_weights, dpace_weights, hard_terms, soft_terms
 from dflash_jax.training.settings import TINY
 from dflash_jax.training.target import initial_target, positions_like
 
@@ -128,6 +128,12 @@ def test_block_stands_is_the_weight_of_block_verification():
     expected = (np.prod(q[at], axis=1)[:, None] * weights).sum(0)
     stands = np.asarray(block_stands(jnp.log(p), jnp.log(q), jnp.asarray(texts)))
     np.testing.assert_allclose((np.prod(p[at], axis=1)[:, None] * stands).sum(0), expected, rtol=1e-5)
+
+
+def test_cycle_weights_by_hand():
+    weights = np.asarray(cycle_weights(jnp.array([[2.0, 4.0, 6.0], [1.0, 1.0, 1.0]]), reach=1))
+    often = np.array([[1 / 3, 1 / 4, 1 / 5], [1, 1, 1]])
+    np.testing.assert_allclose(weights, often / often.mean(), rtol=1e-6)
 
 
 def test_decay_weights_start_at_one_and_fall_by_e_in_seven_slots():

@@ -2,19 +2,21 @@
 
 import json
 import os
+from dataclasses import replace
 
 import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from dflash_jax.errors import ParameterError
 from dflash_jax.models import family_of
 from dflash_jax.training.__main__ import UNFINISHED, main
 from dflash_jax.training.corpus import build_corpus, read_sources
 from dflash_jax.training.drafter import train_drafter
 from dflash_jax.training.optimizer import half
 from dflash_jax.training.rollouts import roll_out
-from dflash_jax.training.settings import TINY
+from dflash_jax.training.settings import TINY, with_changes
 from dflash_jax.training.stages import Clock, Interrupted, latest, run_steps
 from dflash_jax.training.target import initial_target, train_target
 from dflash_jax.training.tokenizer import encode_files
@@ -174,9 +176,13 @@ def test_parts_of_continuations_are_those_of_one_process(run, tiny, tmp_path):
     corpus = build_corpus(tiny, work / "corpus", pytest.fail)
     target = initial_target(tiny)
 
-    def made(folder, **how):
-        return roll_out(tiny, target, corpus.prompt_tokens, folder, quiet(tmp_path), **how)
+    settings = with_changes(tiny, rollouts=tuple(replace(plan, batch=4) for plan in tiny.rollouts))
 
+    def made(folder, **how):
+        return roll_out(settings, target, corpus.prompt_tokens, folder, quiet(tmp_path), **how)
+
+    with pytest.raises(ParameterError, match="at most 2"):
+        made(tmp_path / "none", part=(0, 3))
     whole = made(tmp_path / "whole")
     first = made(tmp_path / "parts", part=(0, 2), patience=0.0)
     second = made(tmp_path / "parts", part=(1, 2))
