@@ -130,7 +130,7 @@ def markov_terms(head: Markov, places: Places, base: Float[Array, "M S V"], *, w
     logits = corrected(head, base, places.hidden, before)
     entropy, match = against(logits, places)
     loss, stopped = CROSS_ENTROPY * entropy, None
-    if whole:
+    if whole and places.teacher is not None:
         stands = block_stands(jax.nn.log_softmax(places.teacher), jax.nn.log_softmax(logits), places.tokens)
         stopped = VARIATION * (1 - stands)
     else:

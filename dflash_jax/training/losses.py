@@ -70,7 +70,7 @@ def cycle_weights(lengths: Float[Array, "B A"], reach: int = 2) -> Float[Array, 
     """
     lengths = jax.lax.stop_gradient(lengths)
     near = jnp.pad(jnp.stack([lengths, jnp.ones_like(lengths)]), ((0, 0), (0, 0), (reach, reach)))
-    total, count = sum(near[..., i : i + lengths.shape[1]] for i in range(2 * reach + 1))
+    total, count = jnp.stack([near[..., i : i + lengths.shape[1]] for i in range(2 * reach + 1)]).sum(0)
     often = count / total
     return often / often.mean()
 
