@@ -5,7 +5,7 @@ them shows is the convolutions and the heads.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -101,8 +101,8 @@ def carried(config: DFlashConfig, start: Params, seed: int) -> Params:
     recurrent head as the tanh of the token before, made small, with a state that nothing reads yet.
     """
     params, start = initial_weights(config, seed), dict(start)
-    head = config.head
-    if isinstance(head, MarkovConfig) and "head.markov_w2.weight" in start:
+    if config.head is not None and config.head.kind == "markov" and "head.markov_w2.weight" in start:
+        head = cast(MarkovConfig, config.head)
         for name in ("head.markov_w1.weight", "head.markov_w2.weight", "head.confidence_proj.weight"):
             rest = params[name][:, start[name].shape[1] :]
             start[name] = jnp.concatenate([start[name], rest if name == "head.markov_w1.weight" else 0 * rest], axis=1)

@@ -60,9 +60,10 @@ def step(
     cluster: dict[str, Any] = {}
     if parts > 1:
         cluster = {"cluster": (parts,), "cluster_names": ("part",)}
-        scratch |= {"sums": plgpu.SMEM((parts, WIDTH, 2), jnp.float32), "arrived": plgpu.Barrier()}
-        if interpret is not None:
-            scratch["met"] = plgpu.ClusterBarrier(collective_axes=("part",))
+        scratch |= {
+            "sums": plgpu.SMEM((parts, WIDTH, 2), jnp.float32), "arrived": plgpu.Barrier(),
+            "met": plgpu.ClusterBarrier(collective_axes=("part",)),
+        }  # fmt: skip
     out, conv = kernel(
         body, grid=(slots, shape.value_heads), grid_names=("slot", "head"), **cluster,
         # Heads that share a key read its rows of the convolution, whenever they come: new ones go elsewhere.
@@ -129,7 +130,7 @@ class _Head:
             return found
         memory, arrived, matrix = b["sums"], address_of(b["arrived"]), self.s.at[self.slot, self.head]
         give_sums(found, memory, arrived, parts=self.parts)
-        return taken_sums(memory, arrived, matrix, vectors, b.get("met"), parts=self.parts)
+        return taken_sums(memory, arrived, matrix, vectors, b["met"], parts=self.parts)
 
     def _of_part(self, vector: Any) -> Any:
         """The numbers of the CTA's rows, of those of all rows."""
