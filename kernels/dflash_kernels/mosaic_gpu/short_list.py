@@ -192,21 +192,25 @@ def in_order(lists: Any, counts: Any, ordered: Any) -> list:
     return [one_each(th.as_real(value), None), one_each(place, True)]
 
 
-def _crossed(weights: Any, memory: Any, count: Any, share: Any) -> Any:
+def _crossed(weights: Any, memory: Any, count: Any, share: Any, whole: Any) -> Any:
     del memory, count
     through = jnp.cumsum(weights)
-    return (through < jnp.maximum(share * through[-1], jnp.finfo(jnp.float32).tiny)).sum().astype(jnp.int32)
+    enough = jnp.maximum(share * jnp.where(whole > 0, whole, through[-1]), jnp.finfo(jnp.float32).tiny)
+    return (through < enough).sum().astype(jnp.int32)
 
 
-@thread_op(args=(_strided(WARPGROUP), GLOBAL, SCALAR, SCALAR), returns=NUMBER, interpret=_crossed)
-def reached_by(weights: Any, memory: Any, count: Any, share: Any) -> Any:
-    """The first thread that, with all before it, has so large a share of all weight, by one warpgroup. Sums are in order.
+@thread_op(args=(_strided(WARPGROUP), GLOBAL, *[SCALAR] * 3), returns=NUMBER, interpret=_crossed)
+def reached_by(weights: Any, memory: Any, count: Any, share: Any, whole: Any) -> Any:
+    """The first thread that, with all before it, has so large a share of a weight, by one warpgroup. Sums are in order.
+
+    Where none has, that is `count` or more.
 
     Args:
       weights: `[128]` float32, 0 from number `count` on.
       memory: `[128]` float32 in shared memory.
       count: one or more.
       share: float32, less than 1; 0 is what every weight reaches.
+      whole: float32, what the share is of; 0 for all these weights.
     """
     base = th.address(memory, 3)
     th.store_shared(base, th.thread(), th.bits(_numbers(weights)[0]))
@@ -219,11 +223,12 @@ def reached_by(weights: Any, memory: Any, count: Any, share: Any) -> Any:
     def total(number, carry):
         return [added(number, carry[0])]
 
-    enough = arith.maximumf(th.fmul(share, total.results[0]), th.real(float(jnp.finfo(jnp.float32).tiny)))
+    whole = th.select(_real_above(whole, th.real(0.0)), whole, total.results[0])
+    enough = arith.maximumf(th.fmul(share, whole), th.real(float(jnp.finfo(jnp.float32).tiny)))
 
     @th.fori(count, [th.real(0.0), th.number(0)])
     def crossing(number, carry):
         through = added(number, carry[0])
         return [through, th.add(carry[1], th.as_word(_real_above(enough, through)))]
 
-    return th.least(crossing.results[1], th.sub(count, 1))
+    return crossing.results[1]

@@ -38,6 +38,7 @@ from dflash_kernels.sampling.noise import BITS, CHUNK, arrivals, exponential, ha
 WARPGROUPS = 8  # of a CTA
 VECTOR = CHUNK // WARPGROUP  # neighbouring entries of one thread: a warpgroup looks at a chunk of noise at a time
 AT_ONCE = 4  # chunks asked for before the first is looked at, at most
+LISTED = 96  # numbers of a row that `top_p` alone decides about, or a few more
 MOST_SUMS = 3  # that warpgroups exchange
 LOWEST = -32_641  # minus infinity among `_whole`
 
@@ -102,6 +103,7 @@ def _filters(warpgroups: int, most: int) -> dict[str, Any]:
         "lengths": plgpu.SMEM((warpgroups,), jnp.int32),
         "ordered": plgpu.SMEM((MOST,), jnp.float32),
         "weights": plgpu.SMEM((MOST,), jnp.float32),
+        "chosen": plgpu.SMEM((1,), jnp.int32),
     }
 
 
@@ -130,8 +132,8 @@ class _Row:
             self.log_min_p, self.top_k, self.top_p = (limit[self.row] for limit in limits)
             # Of every chunk the largest number, and those that may hold what stays.
             self.largest, self.alive = buffers["largest"], buffers["alive"]
-            self.reached, self.lists, self.lengths, self.ordered, self.weights = (
-                buffers[name] for name in ("reached", "lists", "lengths", "ordered", "weights")
+            self.reached, self.lists, self.lengths, self.ordered, self.weights, self.chosen = (
+                buffers[name] for name in ("reached", "lists", "lengths", "ordered", "weights", "chosen")
             )
 
     def run(self) -> None:
@@ -143,25 +145,38 @@ class _Row:
         lanes = self._look()
         top, highest = self._met("max", [lanes, _whole(lanes).astype(jnp.float32)])
         self.top, highest = top, highest.astype(jnp.int32)
+        lowest = jnp.where(self.samples, jnp.int32(LOWEST), highest)
         counts = self.samples & (self.top_k > 0) & (self.top_k < self.size)
-        low = jnp.where(self.samples, jnp.int32(LOWEST), highest)
-        low = _search(low, jnp.where(counts, highest, low), self.top_k, self._lanes_that_reach(lanes))
+        # The share of the largest numbers alone may be enough: of all weight, which is that of the whole row.
+        partly = self.samples & (self.top_p < 1) & ~counts & (self.log_min_p == -jnp.inf)
+        whole = self._weight_of_row(lowest, partly)
+        enough = jnp.where(counts, self.top_k, jnp.minimum(LISTED, self.size))
+        low = _search(lowest, jnp.where(counts | partly, highest, lowest), enough, self._lanes_that_reach(lanes))
         least = _as_number(low)
 
         def may_stay(largest):
             return (largest >= least) & (((largest - top) / self.temperature >= self.log_min_p) | ~self.samples)
 
         self._leave_out(lambda chunk: may_stay(self.largest[self.wg, chunk]))
-        listed = self._list(low, counts | ~self.samples | (self.log_min_p > -jnp.inf))
+        few = jnp.where(counts, self.top_k <= MOST, partly | ~self.samples) | (self.log_min_p > -jnp.inf)
+        listed = self._list(low, few)
         fits = (listed > 0) & (listed <= MOST)
 
         @pl.when(fits & (self.wg == 0))
         def _():
-            self._choose_listed(listed, counts)
+            self.chosen[0] = jnp.where(self._choose_listed(listed, counts, whole), 1, 0)
 
-        @pl.when(~fits)
+        self._meet()
+
+        @pl.when(~fits | (self.chosen[0] == 0))
         def _():
-            self._choose(arrived, self._least_that_stays(lanes, low, highest, counts))
+            @pl.when(partly)
+            def _():
+                self._look_at_all()
+
+            self.count = jnp.where(partly, self.chunks, self.count)
+            lower = jnp.where(partly, lowest, low)
+            self._choose(arrived, self._least_that_stays(lanes, lower, highest, counts, whole))
 
     def _shift(self, arrived: list[tuple]):
         """What logits are compared with: the largest one of the first arrivals', or where that is too far from the others the
@@ -192,13 +207,17 @@ class _Row:
         self._meet()
         return sum((self.lengths[warpgroup] for warpgroup in range(self.warpgroups)), jnp.int32(0))
 
-    def _choose_listed(self, listed, counts) -> None:
-        """`_choose` among the numbers that are listed, by one warpgroup."""
+    def _choose_listed(self, listed, counts, whole):
+        """`_choose` among the numbers that are listed, by one warpgroup; whether they are all that stay.
+
+        `whole`: the weight of the row that `top_p` is a share of; 0 where it is that of what is listed.
+        """
         numbers, places = in_order(self.lists, self.lengths, self.ordered)
         last = self.ordered[jnp.where(counts, jnp.minimum(self.top_k, listed), listed) - 1]
         shifted = numbers - self.top
         weights = jnp.where(numbers >= last, jnp.exp(shifted * (1 / self.temperature)), 0.0)
-        last_reached = self.ordered[reached_by(weights, self.weights, listed, self.top_p)]
+        number = reached_by(weights, self.weights, listed, self.top_p, whole)
+        last_reached = self.ordered[jnp.minimum(number, listed - 1)]
         last = jnp.where(self.samples & (self.top_p < 1), last_reached, last)
         noise = noise_at(
             jnp.where(numbers > -jnp.inf, places, 0), [self.least, self.first], self.key,
@@ -211,6 +230,7 @@ class _Row:
             "min", jnp.where(sums == largest, places.astype(jnp.float32), jnp.float32(self.size)), self.sums, 1
         )
         self._store(self.sums[0, 1], largest)
+        return (whole == 0) | (number < listed)
 
     def _lanes_that_reach(self, lanes) -> Callable:
         """How many of `lanes` reach each of three whole numbers."""
@@ -224,20 +244,41 @@ class _Row:
 
         return sums
 
-    def _least_that_stays(self, lanes, low, highest, counts):
-        """The least whole number that the filters leave, from `low` on, which enough lanes reach for `top_k`."""
+    def _row_that_reaches(self, weight: Callable) -> Callable:
+        """The weight of what is left of the row and reaches each of several whole numbers."""
 
-        def of_row(weight: Callable) -> Callable:
-            def sums(least: tuple) -> list:
-                least = tuple(_number(one) for one in least)
+        def sums(least: tuple) -> list:
+            least = tuple(_number(one) for one in least)
 
-                def add(totals, x, *_):
-                    return tuple(t + weighed for t, weighed in zip(totals, _reaching(x, weight(x), least), strict=True))
+            def add(totals, x, *_):
+                return tuple(t + weighed for t, weighed in zip(totals, _reaching(x, weight(x), least), strict=True))
 
-                totals = self._over((_full(jnp.float32(0)),) * len(least), add)
-                return self._met("add", totals)
+            totals = self._over((_full(jnp.float32(0)),) * len(least), add)
+            return self._met("add", totals)
 
-            return sums
+        return sums
+
+    def _share(self, low) -> Callable:
+        """What numbers from `low` on count for in `top_p`."""
+        least = _number(low)
+
+        def share(x):
+            scaled = (x - self.top) * (1 / self.temperature)
+            return jnp.where((x >= least) & (scaled >= self.log_min_p), jnp.exp(scaled), 0.0)
+
+        return share
+
+    def _weight_of_row(self, low, wanted):
+        """Of all that `top_p` is a share of; 0 where it is not wanted."""
+        once, sums = jnp.where(wanted, 1, 0), self._row_that_reaches(self._share(low))
+        return lax.fori_loop(0, once, lambda *_: sums((jnp.int32(LOWEST),))[0], jnp.float32(0))
+
+    def _least_that_stays(self, lanes, low, highest, counts, whole):
+        """The least whole number that the filters leave, from `low` on, which enough lanes reach for `top_k`.
+
+        `whole`: what `top_p` is a share of, where that is known already; 0 elsewhere.
+        """
+        of_row = self._row_that_reaches
 
         def of_lanes(weight: Callable) -> Callable:
             weights = weight(lanes)
@@ -251,15 +292,8 @@ class _Row:
             return low
 
         low = search(low, self.top_k.astype(jnp.float32), counts, of_row(lambda x: _full(jnp.float32(1))))
-        least = _number(low)
-
-        def share(x):
-            scaled = (x - self.top) * (1 / self.temperature)
-            return jnp.where((x >= least) & (scaled >= self.log_min_p), jnp.exp(scaled), 0.0)
-
-        some = self.samples & (self.top_p < 1)
-        once = jnp.where(some, 1, 0)
-        total = lax.fori_loop(0, once, lambda *_: of_row(share)((jnp.int32(LOWEST),))[0], jnp.float32(0))
+        share, some = self._share(low), self.samples & (self.top_p < 1)
+        total = jnp.maximum(whole, self._weight_of_row(low, some & (whole == 0)))
         # A top_p below float32's smallest number is 0, which every number is reached by.
         enough = jnp.maximum(self.top_p * total, jnp.finfo(jnp.float32).tiny)
         for sums in (of_lanes, of_row):
@@ -285,10 +319,7 @@ class _Row:
     def _look(self):
         """The first pass: the largest number of each place of the warpgroup's chunks; those of chunks go to shared memory."""
 
-        def place(chunk, _):
-            self.alive[self.wg, chunk] = chunk
-
-        lax.fori_loop(0, self.chunks, place, None)
+        self._look_at_all()
         self.lengths[self.wg] = jnp.int32(0)
 
         def keep(most, x, number, _):
@@ -296,6 +327,14 @@ class _Row:
             return jnp.maximum(most, x)
 
         return self._over(_full(jnp.float32(-jnp.inf)), keep)
+
+    def _look_at_all(self) -> None:
+        """The list of the warpgroup's chunks, all of them."""
+
+        def place(chunk, _):
+            self.alive[self.wg, chunk] = chunk
+
+        lax.fori_loop(0, self.chunks, place, None)
 
     def _leave_out(self, stays: Callable) -> None:
         """Passes from here on are over chunks that stay."""
