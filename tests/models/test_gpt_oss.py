@@ -365,6 +365,36 @@ def test_a_projection_that_norms_is_the_norm_and_the_projection(monkeypatch: pyt
         np.testing.assert_allclose(one, true, rtol=0, atol=1e-5)
 
 
+def test_a_tokens_attention_is_that_of_separate_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One token at a time, over pages, behind a window too, and one that is not real: all layers' streams."""
+    config = replace(GPT_OSS_TARGETS["gpt-oss-20b"], **SMALL)
+    params = gpt_oss_derived(config, init_params(gpt_oss_parameters(config), jax.random.key(0)))
+    model: Any = bind(config, tile_experts(config, params))
+    monkeypatch.setattr(paged, "token_attention_refusal", lambda *_, **__: None)
+    monkeypatch.setattr(plan, "mxfp4_mixture_refusal", lambda *_, **__: None)
+    calls, real = [0], paged.token_attention
+
+    def counted(*args: Any, **options: Any) -> Any:
+        calls[0] += 1
+        return real(*args, **options)
+
+    monkeypatch.setattr(paged, "token_attention", counted)
+    shape, weights = CallShape(1, 1, jnp.dtype("float32")), WeightFormat("float32", experts="mxfp4_tiles")
+    chosen, found = choose(layer_traits(config), shape, weights), {}
+    for together in (False, True):
+        monkeypatch.setattr(switches, "TOKEN_ATTENTION", together)
+        kept, found[together] = make_pages(config, 6, 4, jnp.dtype("float32")), []
+        for token in range(7):
+            positions, live = jnp.asarray([[token]]), token < 6
+            attend = PagedAttend(jnp.asarray([[2, 0, 5]]), positions, jnp.asarray([int(live)]), 4)
+            x = jax.random.normal(jax.random.key(token), (1, 1, config.hidden_size))
+            streams, last, kept = Planned(chosen)(model.layers, model.norm, x, model.rotary(positions), attend, kept)
+            found[together].append([*streams, last, *kept.k, *kept.v])
+        assert calls[0] == 7 * (len(model.layers) - 1) * together
+    for true, one in zip(jax.tree.leaves(found[False]), jax.tree.leaves(found[True]), strict=True):
+        np.testing.assert_allclose(one, true, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize(("rows", "launches"), [(8, 5), (64, 4)])
 def test_a_layer_is_a_few_launches(rows: int, launches: int) -> None:
     """Beside attention: products with their biases, norms, the router and the experts; of many rows XLA multiplies."""

@@ -54,6 +54,12 @@ class Ring:
         landed = step - steps
         pl.when(landed >= 0)(lambda: self.consumer_wait(self.stage(landed)))
 
+    def await_landed(self, first: Any, last: Any) -> None:
+        """Waits for the copies of steps `first` up to `last`: for who limits those in flight to fewer than until now, as whoever
+        waits at a barrier waits for each of its completions."""
+        if not interpreting():
+            lax.fori_loop(first, last, lambda step, _: self.consumer_wait(self.stage(step)), None)
+
     def consumer_release(self, stage: Any) -> None:
         """Gives the stage back."""
         plgpu.barrier_arrive(self.empty.at[stage])
