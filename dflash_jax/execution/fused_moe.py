@@ -55,6 +55,11 @@ def run_fused_moe(
     projected: Array | None = None
     mixed: Any = None  # by the launch that normed, too
     given: Array | None = None  # parts of what attention adds to the stream, by the launch that normed, too
+    if ranks is None:
+        nothing = jnp.zeros((1, *stream.shape), jnp.float32)
+        first = _attended(layers[0], nothing, stream, x.shape, rotary, attend, cache, meeting)
+        if first is not None:
+            stream, given, cache = first
     for layer, later in zip(layers, (*layers[1:], None), strict=True):
         if given is None:
             if projected is not None:

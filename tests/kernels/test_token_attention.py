@@ -25,7 +25,7 @@ REAL: Any = {"heads": 64, "kv_heads": 8, "hidden": 2880, "page_size": 64}
 
 def make(
     length: int, *, heads: int, kv_heads: int, hidden: int, page_size: int, pages_per_seq: int, live: bool = True,
-    biased: bool = True, sunk: bool = True, window: int | None = None,
+    biased: bool = True, sunk: bool = True, window: int | None = None, wide_sinks: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     """A call whose pools are NaN wherever the sequence has no key yet, and whose table is wrong past its end."""
     keys = iter(jax.random.split(jax.random.key(length + heads), 16))
@@ -55,7 +55,7 @@ def make(
         "page_table": jnp.asarray(table)[None], "seq_lens": jnp.asarray([length], jnp.int32) * q_lens, "q_lens": q_lens,
         "slots": jnp.asarray([slot if live else -1], jnp.int32), "cos": 1.3 * jnp.cos(angles), "sin": 1.3 * jnp.sin(angles),
         "added": AddNorm(parts, norm.astype(jnp.bfloat16), 1e-5, rounds_last=True),
-        "sinks": 2 * jax.random.normal(next(keys), (heads,)) if sunk else None,
+        "sinks": draw(heads, size=2.0).astype(jnp.float32 if wide_sinks else jnp.bfloat16) if sunk else None,
         "window": None if window is None else (window - 1, 0),
     }  # fmt: skip
 
@@ -89,6 +89,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "window of itself": (100, {"window": 1}),
     "no biases and no sinks": (100, {"biased": False, "sunk": False}),
     "not real": (100, {"live": False}),
+    "sinks in float32": (40, {"wide_sinks": True}),
     "small pages": (61, {"page_size": 16, "pages_per_seq": 5}),
     "odd heads": (70, {"heads": 3, "kv_heads": 1, "hidden": 320}),
 }

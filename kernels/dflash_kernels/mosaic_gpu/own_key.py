@@ -11,7 +11,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
 from dflash_kernels.core.device import WARPGROUP
@@ -44,12 +46,13 @@ def _combined(
     logits = jnp.concatenate([lses[...][:, :group], jnp.where(own, score, -jnp.inf)[None]])
     values = jnp.concatenate([parts[...], jnp.broadcast_to(value, (1, group, head_dim))])
     top = logits.max(axis=0)
-    top = top if sinks is None else jnp.maximum(top, lax.dynamic_slice_in_dim(sinks[...], head * group, group))
+    sunk = jnp.full_like(top, -jnp.inf)
+    if sinks is not None:
+        sunk = lax.dynamic_slice_in_dim(sinks[...], head * group, group).astype(jnp.float32)
+    top = jnp.maximum(top, sunk)
     offset = jnp.where(top == -jnp.inf, 0.0, top)
     weights = jnp.exp(logits - offset)
-    total = weights.sum(axis=0)
-    if sinks is not None:
-        total = total + jnp.exp(lax.dynamic_slice_in_dim(sinks[...], head * group, group) - offset)
+    total = weights.sum(axis=0) + jnp.exp(sunk - offset)
     kept = jnp.where(logits[..., None] == -jnp.inf, 0.0, values * weights[..., None]).sum(axis=0)
     row = (kept / jnp.where(total > 0, total, 1.0)[:, None]).reshape(-1).astype(target.dtype)
     columns, width = target.shape[1:]
@@ -57,6 +60,15 @@ def _combined(
         part = row[block * width : (block + 1) * width]
         # What no row is stored to may be anything.
         target.at[block][...] = jnp.pad(part[None], ((0, columns - 1), (0, 0)), constant_values=jnp.nan)
+
+
+def _number(area: Any, place: Any) -> Any:
+    """A number of float32 or bfloat16 in global memory."""
+    size = utils.bytewidth(ir.MemRefType(area.type).element_type)
+    if size == 4:
+        return th.as_real(th.global_word(area, place))
+    wide = "{ .reg .b16 number, zero; ld.global.b16 number, [$1]; mov.b16 zero, 0; mov.b32 $0, {zero, number}; }"
+    return th.as_real(th.inline(wide, th.offset(th.address(area), th.mul(place, size)), returns=th.i32()))
 
 
 @thread_op(
@@ -83,7 +95,7 @@ def combine_with_own(
       q: `[G, H]`, two bytes an element, H a multiple of 4 of up to 128.
       k_pages, v_pages: pools `[P, K, p, H]` that hold the token's own key and value.
       place: slot of the token, none where it is negative or past the pool; whether it is real; and the KV head.
-      sinks: `[N]` float32 of all heads, or None.
+      sinks: `[N]` of all heads, float32 or bfloat16, or None.
       target: `[blocks, 8, 64]` in tiles of 8 rows of 128 bytes, of which the first row is not swizzled.
     """
     splits, group, head_dim = th.shape_and_strides(parts)[0]
@@ -123,7 +135,7 @@ def combine_with_own(
             distance //= 2
         logits.append(th.select(own, th.fmul(score, th.real(scale)), minus))
         quads.append(value)
-        more = [] if sinks is None else [th.as_real(th.global_word(sinks, th.add(th.mul(head, group), of_head)))]
+        more = [] if sinks is None else [_number(sinks, th.add(th.mul(head, group), of_head))]
         top = functools.reduce(arith.maximumf, [*logits, *more])
         offset = th.select(arith.cmpf(arith.CmpFPredicate.OEQ, top, minus), th.real(0.0), top)
         weights = [th.exp(th.fsub(one, offset)) for one in [*logits, *more]]

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from dflash_kernels.core.dispatch import first_fitting
 from dflash_kernels.core.validation import check_axes, check_floats, check_integers, check_of_heads, check_sequences
-from dflash_kernels.fused.few_qkv.mosaic_gpu import AddNorm
+from dflash_kernels.fused.few_qkv.api import AddNorm
 from dflash_kernels.fused.token_attention.mosaic_gpu import refuse, token_attention_mosaic_gpu
 from dflash_kernels.fused.token_attention.plan import APART
 from dflash_kernels.fused.token_attention.reference import token_attention_reference

@@ -44,7 +44,8 @@ def launch(
     )  # fmt: skip
     given = {"x": x, "added": added.parts, "norm": added.weight, "qkv": qkv[0], "o": output[0]}
     given |= {name: bias for name, bias in (("qkv_bias", qkv[1]), ("o_bias", output[1])) if bias is not None}
-    given |= {} if sinks is None else {"sinks": sinks.astype(jnp.float32)}
+    if sinks is not None:  # a launch of XLA's less where they are as weights are
+        given["sinks"] = sinks if sinks.dtype == x.dtype else sinks.astype(jnp.float32)
     given |= {"cos": cos.astype(jnp.float32), "sin": sin.astype(jnp.float32)}
     lengths = {"table": page_table, "seq_lens": seq_lens - q_lens, "q_lens": q_lens, "slots": slots}
     given |= {name: one.astype(jnp.int32) for name, one in lengths.items()}
