@@ -47,7 +47,7 @@ class Ring:
         """Waits until the stage is full."""
         plgpu.barrier_wait(self.full.at[stage])
 
-    def limit_in_flight(self, step: Any, steps: int) -> None:
+    def limit_in_flight(self, step: Any, steps: Any) -> None:
         """Waits, before a step's copies, for those of `steps` steps before; not in the interpreter, where none is in flight."""
         if interpreting():
             return

@@ -24,7 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dflash_kernels.core.device import MATRIX_ROWS as TILE
 from dflash_kernels.core.layouts import aliased_ref, freeze_aliased
-from dflash_kernels.fused.token_attention.plan import APART, COLUMNS, HEAD_DIM, IN_FLIGHT, Plan
+from dflash_kernels.fused.token_attention.plan import APART, COLUMNS, HEAD_DIM, IN_FLIGHT, IN_FLIGHT_BESIDE, Plan
 from dflash_kernels.matmul.few_tiling import BLOCK
 from dflash_kernels.matmul.row_norm_sm90 import add_norm_row
 from dflash_kernels.mosaic_gpu import paged_kv, softmax, stages
@@ -180,27 +180,31 @@ def run(cta: Cta) -> None:
 def produce(cta: Cta) -> None:
     """Starts the copies of both projections' weights, each as soon as its stage is empty."""
     ring, refs, before = cta.ring, cta.refs, cta.projected_steps
-    arrivals = address_of(ring.full)
+    arrivals, few = address_of(ring.full), jnp.where(cta.projects, IN_FLIGHT, IN_FLIGHT_BESIDE)
 
-    def fill(step: Any, in_flight: int, weights: Any, row: Any, column: Any) -> None:
+    def fill(step: Any, in_flight: Any, weights: Any, row: Any, column: Any) -> None:
         stage = ring.stage(step)
         ring.producer_acquire(step, stage)
-        ring.limit_in_flight(step, in_flight)
+        if in_flight is not None:
+            ring.limit_in_flight(step, in_flight)
         rows, columns = pl.ds(row, TILE), pl.ds(column, BLOCK)
         copy_once(weights, rows, columns, cta.buffers["w_sm"].at[stage], arrivals, stage)
 
     def projected(step: Any, _: None) -> None:
         fill(step, ring.stages, refs["qkv"], cta.projected_head * HEAD_DIM, step * BLOCK)
 
-    def output(step: Any, _: None) -> None:
+    def output(in_flight: Any, step: Any, _: None) -> None:
         turn, blocks = div(step, cta.plan.output_blocks), cta.plan.output_blocks
         block = cta.head * blocks + step - turn * blocks
-        fill(before + step, IN_FLIGHT, refs["o"], cta.tile(turn) * TILE, block * BLOCK)
+        fill(before + step, in_flight, refs["o"], cta.tile(turn) * TILE, block * BLOCK)
 
     count = cta.tiles * cta.plan.output_blocks
+    early = jnp.minimum(count, ring.stages)
     lax.fori_loop(0, before, projected, None)
-    ring.await_landed(jnp.maximum(before - ring.stages, 0), jnp.maximum(before - IN_FLIGHT, 0))
-    lax.fori_loop(0, count, output, None)
+    ring.await_landed(jnp.maximum(before - ring.stages, 0), jnp.maximum(before - few, 0))
+    lax.fori_loop(0, early, functools.partial(output, few), None)
+    # Nobody waits any more when the ring has room for the rest.
+    lax.fori_loop(early, count, functools.partial(output, None), None)
     ring.drain(before + count)
 
 

@@ -14,9 +14,10 @@ COLUMNS = 8  # of a product: the token and what fills a matrix instruction
 # Tiles of keys of one CTA. A CTA attends with one warpgroup, which more tiles than that would keep longer than memory takes for the
 # output projection.
 MOST_TILES = 4
-# Blocks of the output projection on their way to a CTA. Whatever it reads besides, and CTAs wait for one another twice meanwhile,
-# waits behind them; with so many, memory works at its full rate.
-IN_FLIGHT = 6
+# Blocks of the output projection on their way to a CTA while its ring fills. Whatever it reads besides waits behind them, also
+# where CTAs wait for one another; with so many, memory works at its full rate. CTAs that project nothing begin with them at once
+# and leave memory to the heads, for which all wait.
+IN_FLIGHT, IN_FLIGHT_BESIDE = 6, 2
 SOME_NORM = RowNorm(0.0)  # changes nothing about what fits
 APART = 32  # words from one counter to the next: all CTAs of a KV head look at theirs again and again
 _RESERVED = 4096  # bytes: barriers, and what reductions of rows need
