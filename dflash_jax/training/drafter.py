@@ -10,9 +10,9 @@ from jaxtyping import Array, Float, Int
 
 from dflash_jax.models import DFlashConfig, bind
 from dflash_jax.training.attention import block_attend, causal_attend
-from dflash_jax.training.head_losses import Places, terms
+from dflash_jax.training.head_losses import VARIATION, Places, terms
 from dflash_jax.training.kinds import initial_weights, working
-from dflash_jax.training.losses import weighted
+from dflash_jax.training.losses import cycle_weights, weighted
 from dflash_jax.training.optimizer import Params, apply, half, optimizer
 from dflash_jax.training.settings import Settings
 from dflash_jax.training.stages import Clock, run_steps
@@ -94,10 +94,22 @@ def block_loss(
     draft = bind(config, weights)
     greedy, sampled = (jax.tree.map(lambda *pieces: jnp.concatenate(pieces), *parts[kind]) for kind in parts)
     hard = terms(draft, greedy, table)
-    soft = terms(draft, sampled._replace(teacher=model.logits(sampled.teacher)), table)
-    total = jnp.concatenate([weighted(kind.loss, kind.match, settings.loss) for kind in (hard, soft)]).mean()
+    taught = sampled._replace(teacher=model.logits(sampled.teacher))
+    soft = terms(draft, taught, table, whole=settings.sampled_loss == "block")
+    losses = []
+    for kind in (hard, soft):
+        loss = weighted(kind.loss, kind.match, settings.loss)
+        loss = loss if kind.stopped is None else loss + kind.stopped.mean(-1)
+        if settings.blocks == "cycles":
+            gained = jnp.cumprod(kind.match, -1).sum(-1) + 1
+            loss = loss * cycle_weights(gained.reshape(-1, settings.anchors)).reshape(-1)
+        losses.append(loss)
+    total = jnp.concatenate(losses).mean()
     accept = jnp.cumprod(hard.match, -1).sum(-1).mean() + 1
-    return total, {"greedy": hard.entropy.mean(), "sampled": soft.entropy.mean(), "accept": accept}
+    metrics = {"greedy": hard.entropy.mean(), "sampled": soft.entropy.mean(), "accept": accept}
+    if soft.stopped is not None:
+        metrics["stands"] = soft.stopped.shape[1] - soft.stopped.sum(-1).mean() / VARIATION + 1
+    return total, metrics
 
 
 def initial_drafter(settings: Settings) -> Params:
@@ -112,10 +124,12 @@ def train_drafter(
     clock: Clock,
     *,
     start: Params | None = None,
+    until: float | None = None,
 ) -> Params:
     """Trains to `settings.draft_steps` from whatever `folder` holds; returns float32 weights.
 
     Args:
+      until: seconds of the clock at which to end, in place of the number of steps.
       start: weights to begin with where `folder` is empty, by name; those that it lacks are `initial_drafter`'s.
 
     Raises:
@@ -150,6 +164,6 @@ def train_drafter(
     key = jax.random.fold_in(jax.random.key(settings.seed), 2)
     state = run_steps(
         "drafter", state, lambda state, first, rates: chunk(state, frozen, on_device, key, first, rates), folder, clock,
-        total=settings.draft_steps, peak=settings.draft_rate, settings=settings,
+        total=settings.draft_steps, peak=settings.draft_rate, settings=settings, until=until,
     )  # fmt: skip
     return state["params"]

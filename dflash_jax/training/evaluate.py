@@ -11,6 +11,7 @@ the emitted tokens are the target's samples.
 
 import functools
 from dataclasses import dataclass
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,9 @@ from jaxtyping import Array, Float, Int
 
 from dflash_jax.models import bind
 from dflash_jax.models.heads import Pick
-from dflash_jax.training.drafter import block_hidden, target_pass
+from dflash_jax.models.heads.markov import Markov
+from dflash_jax.training.drafter import block_hidden, gather_slots, target_pass
+from dflash_jax.training.head_losses import corrected
 from dflash_jax.training.optimizer import Params
 from dflash_jax.training.rollouts import continue_prompts, position_noise
 from dflash_jax.training.settings import EOS_ID, Settings
@@ -131,16 +134,26 @@ def measure(
     temperature: float,
     seed: int = 0,
     batch: int = 256,
+    scales: tuple[float, ...] = SHARED_SCALES,
 ) -> tuple[dict[str, Acceptance], np.ndarray]:
-    """Acceptance at temperature 0 or 1 of bfloat16 weights, per kind of proposal, and the new tokens `[n, new]`."""
+    """Acceptance at a temperature of bfloat16 weights, per kind of proposal, and the new tokens `[n, new]`."""
     sampled, new, block = temperature > 0, settings.evaluation_new, settings.block_size
-    scales = SHARED_SCALES if sampled else ()
+    scales = scales if sampled else ()
     names = ["argmax", *(f"shared x{scale:g}" for scale in scales)]
+    scales = tuple(scale / temperature for scale in scales)
     found: dict[str, list[list[int]]] = {name: [] for name in names}
     texts = []
     for index, rows in enumerate(np.split(prompts, range(batch, len(prompts), batch))):
         key, width = jax.random.fold_in(jax.random.key(seed), index), rows.shape[1]
-        ids = continue_prompts(settings.target_config, target, jnp.asarray(rows), key, new=new + block, sampled=sampled)
+        ids = continue_prompts(
+            settings.target_config,
+            target,
+            jnp.asarray(rows),
+            key,
+            new=new + block,
+            sampled=sampled,
+            temperature=temperature,
+        )
         _, features = target_pass_jit(settings, target, ids)
         parts = []
         for start in range(0, new, _ANCHORS_AT_ONCE):
@@ -153,6 +166,71 @@ def measure(
             found[name] += replay(tokens, drafts[:, :new], width, new).cycles
         texts.append(tokens[:, width : width + new])
     return {name: Acceptance(cycles) for name, cycles in found.items()}, np.concatenate(texts)
+
+
+@functools.partial(jax.jit, static_argnames="settings")
+def _stands(
+    settings: Settings, target: Params, draft: Params, ids: Array, final: Array, features: Array, at: Array, temperature: Array
+) -> Float[Array, "n A S"]:  # fmt: skip
+    """The chance that block verification accepts each place and those before it, for anchors at positions `at [A]` of every row."""
+    config, table, slots = settings.draft_config, target["embed.weight"], settings.block_size - 1
+    anchors = jnp.broadcast_to(at, (len(ids), len(at)))
+    hidden = block_hidden(config, draft, table, ids, features, anchors)[:, :, 1:].reshape(-1, slots, config.hidden_size)
+    module, model = bind(config, draft), bind(settings.target_config, target)
+    tokens, before = gather_slots(ids, anchors, slots, 1), gather_slots(ids, anchors, slots, 0)
+    drafted = module.logits(hidden, table)
+    if module.head is not None:
+        drafted = corrected(cast(Markov, module.head), drafted, hidden, before)
+    taught = model.logits(gather_slots(final, anchors, slots, 0))
+    log_p, log_q = (jax.nn.log_softmax(logits / temperature) for logits in (taught, drafted))
+    ratios = jnp.take_along_axis(log_q - log_p, tokens[..., None], axis=-1)[..., 0]
+    least = jax.lax.cummin(jnp.minimum(jnp.cumsum(ratios, axis=-1), 0.0), axis=1)
+    return jnp.exp(least).reshape(len(ids), len(at), slots)
+
+
+def cycles_of(stands: Float[np.ndarray, "n new S"]) -> tuple[float, float]:
+    """Expected cycles over `new` tokens of each text, summed up, and the tokens that they gain, the last cycle's all.
+
+    That i proposals or more stand for a pending token, given the text that comes, has the chance `stands[..., i - 1]`: the next
+    cycle's start is so known in law, whatever was drafted.
+    """
+    n, new, slots = stands.shape
+    ends = -np.diff(np.pad(stands, ((0, 0), (0, 0), (1, 1)), constant_values=((0, 0), (0, 0), (1, 0))), axis=-1)
+    begun, gained = np.zeros((n, new + slots + 1)), 0.0
+    begun[:, 0] = 1.0
+    for place in range(new):
+        begun[:, place + 1 : place + 2 + slots] += begun[:, place, None] * ends[:, place]
+        gained += float((begun[:, place] * (1 + stands[:, place].sum(-1))).sum())
+    return float(begun[:, :new].sum()), gained
+
+
+def block_verified(
+    settings: Settings, target: Params, draft: Params, prompts: np.ndarray, *, temperature: float, seed: int = 0, batch: int = 256
+) -> float:  # fmt: skip
+    """Tokens per cycle where a drafter's samples are judged by block verification, of v1 or DSpark: expected over what is drafted,
+    on texts that the target sampled."""
+    new, block, cycles, tokens = settings.evaluation_new, settings.block_size, 0.0, 0.0
+    for index, rows in enumerate(np.split(prompts, range(batch, len(prompts), batch))):
+        key, width = jax.random.fold_in(jax.random.key(seed), index), rows.shape[1]
+        ids = continue_prompts(
+            settings.target_config,
+            target,
+            jnp.asarray(rows),
+            key,
+            new=new + block,
+            sampled=True,
+            temperature=temperature,
+        )
+        final, features = target_pass_jit(settings, target, ids)
+        parts = []
+        for start in range(0, new, _ANCHORS_AT_ONCE):
+            at = jnp.arange(width + start, width + start + _ANCHORS_AT_ONCE)
+            parts.append(
+                np.asarray(_stands(settings, target, draft, ids, final, features, at, jnp.float32(temperature)))
+            )
+        more = cycles_of(np.concatenate(parts, axis=1)[:, :new].astype(np.float64))
+        cycles, tokens = cycles + more[0], tokens + more[1]
+    return tokens / cycles
 
 
 target_pass_jit = jax.jit(target_pass, static_argnames="settings")

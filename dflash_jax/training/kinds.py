@@ -5,7 +5,7 @@ them shows is the convolutions and the heads.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -26,12 +26,14 @@ class HeadSizes:
     Attributes:
       conv_taps, conv_group: of DFlash 2's convolutions: slots that one reaches over, channels that share a weight.
       rank: width of a token's vector in a selector or in a Markov head.
+      form: of a Markov head: "vanilla", "gated" or "rnn".
       top_k: a selector's candidates of each place.
     """
 
     conv_taps: int = 2
     conv_group: int = 16
     rank: int = 64
+    form: str = "vanilla"
     top_k: int = 16
 
 
@@ -41,7 +43,10 @@ def with_kind(config: DFlashConfig, kind: str, sizes: HeadSizes) -> DFlashConfig
         head = SelectorConfig(rank=sizes.rank, top_k=sizes.top_k)
         return replace(config, conv_taps=sizes.conv_taps, conv_group=sizes.conv_group, head=head)
     if kind == "dspark":
-        return replace(config, head=MarkovConfig(rank=sizes.rank, confidence="hidden_and_token", confidence_bias=True))
+        return replace(
+            config,
+            head=MarkovConfig(rank=sizes.rank, form=sizes.form, confidence="hidden_and_token", confidence_bias=True),
+        )
     return config
 
 
@@ -89,6 +94,31 @@ def initial_weights(config: DFlashConfig, seed: int) -> Params:
     return params
 
 
+def carried(config: DFlashConfig, start: Params, seed: int) -> Params:
+    """Weights of another drafter with those that it lacks, which draft as it did, as nearly as the form of a Markov head allows.
+
+    Its head may be none, one as in `config`, or a vanilla one of a rank that is no higher. A gate begins at 1/2 everywhere, a
+    recurrent head as the tanh of the token before, made small, with a state that nothing reads yet.
+    """
+    params, start = initial_weights(config, seed), dict(start)
+    if config.head is not None and config.head.kind == "markov" and "head.markov_w2.weight" in start:
+        head = cast(MarkovConfig, config.head)
+        for name in ("head.markov_w1.weight", "head.markov_w2.weight", "head.confidence_proj.weight"):
+            rest = params[name][:, start[name].shape[1] :]
+            start[name] = jnp.concatenate([start[name], rest if name == "head.markov_w1.weight" else 0 * rest], axis=1)
+        if head.form == "gated" and "head.gate_proj.weight" not in start:
+            gate = ("head.gate_proj.weight", "head.gate_proj.bias")
+            start |= {name: jnp.zeros_like(params[name]) for name in gate}
+            start["head.markov_w2.weight"] = 2 * start["head.markov_w2.weight"]
+        if head.form == "rnn" and "head.joint_proj.weight" not in start:
+            joint, r = params["head.joint_proj.weight"], head.rank
+            joint = joint.at[2 * r :].set(0).at[2 * r :, r : 2 * r].set(_SMALL * jnp.eye(r))
+            start |= {"head.joint_proj.weight": joint, "head.joint_proj.bias": jnp.zeros(3 * r)}
+            start["head.markov_w2.weight"] = start["head.markov_w2.weight"] / _SMALL
+    return params | start
+
+
+_SMALL = 0.25  # of a token's vector, so that its tanh is nearly itself: the shipped head's entries are 0.4 on average, 2.5 at most
 # Of each head, the matrix whose zeros make its scores those of the base logits.
 _SILENT = ("head.successor_codebook", "head.markov_w2.weight", "head.confidence_proj.weight")
 

@@ -53,6 +53,8 @@ class Settings:
       draft_kind: `v1`, `dflash2` or `dspark`; `head` are the sizes of what the later ones add.
       optimizer: of the drafter, `adamw` or `muon`.
       loss: `dpace` (arXiv 2605.18810) or `decay` (arXiv 2602.06036: exp(-(k-1)/7)).
+      blocks: weights of a step's blocks, `even` or as often as `cycles` begin where they are.
+      sampled_loss: of DSpark on sampled continuations, `places` judged one by one or each `block` as a whole.
       heldout_percent: share of files, by content hash, that no stage trains on.
       prompt_percent: share of files the target does not train on, whose passages are the prompts of the drafter's data.
     """
@@ -89,6 +91,8 @@ class Settings:
     draft_rate: float = 2e-3
     anchors: int = 24
     loss: str = "decay"
+    blocks: str = "even"
+    sampled_loss: str = "places"
     chunk: int = 100
     warmup: float = 0.02
     weight_decay: float = 0.05

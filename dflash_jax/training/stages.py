@@ -117,12 +117,15 @@ def run_steps(
     total: int,
     peak: float,
     settings: Pace,
+    until: float | None = None,
 ) -> Any:
     """Steps `0 .. total - 1` in chunks of `settings.chunk`, from the newest checkpoint in `folder` if there is one.
 
     Args:
       chunk: `(state, first step, learning rates) -> (state, metrics)`; what it draws may depend on the step number only, so
         that a resumed run equals an uninterrupted one bit for bit.
+      until: seconds of the clock at which to end. After each chunk `total` becomes what fits at the pace so far, so that rates have
+        fallen by then; they depend on the clock, and a resumed run is another one.
 
     Raises:
       Interrupted: the clock ran out, after saving.
@@ -133,7 +136,7 @@ def run_steps(
         clock.report(f"{stage}: going on from step {first}")
     history = [row for row in clock.log.get(stage, {}).get("history", []) if row["step"] <= first]
     began = saved = clock.elapsed()
-    shown = -math.inf
+    shown, compiled = -math.inf, None
     while first < total:
         count = min(settings.chunk, total - first)
         state, metrics = chunk(state, first, learning_rates(first, count, total, peak, settings.warmup))
@@ -141,6 +144,13 @@ def run_steps(
         metrics = {name: float(value) for name, value in metrics.items()}
         history.append({"step": first, **metrics})
         now, stop = clock.elapsed(), clock.expired()
+        if until is not None and now >= until:
+            total = first
+        elif until is not None and compiled is not None:
+            pace = (now - compiled[0]) / (first - compiled[1])
+            total = first + settings.chunk * int((until - now) / (pace * settings.chunk))
+        elif until is not None:
+            compiled = now, first  # the first chunk says nothing of the pace
         if now - shown > _SHOW_EVERY_S or first == total or stop:
             values = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
             pace = (now - began) / (first - began_step) * 1e3

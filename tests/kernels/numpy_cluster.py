@@ -83,7 +83,7 @@ class Cluster:
     def xor(self, a: Any, b: Any) -> np.ndarray:
         return a ^ self._as(b)
 
-    unsigned_min = staticmethod(np.minimum)
+    unsigned_min, fadd = staticmethod(np.minimum), staticmethod(np.add)
     select, every, either = staticmethod(np.where), staticmethod(np.logical_and), staticmethod(np.logical_or)
 
     def compare(self, a: Any, relation: str, b: Any) -> np.ndarray:
@@ -111,8 +111,13 @@ class Cluster:
         return run
 
     def load(
-        self, address: Any, count: int = 1, *, op: str, there: Any = None, otherwise: str = "0", ordered: bool = True
-    ) -> list[np.ndarray]:
+        self, address: Any, count: int = 1, *, op: str, kind: str = "b32", there: Any = None, otherwise: str = "0",
+        ordered: bool = True,
+    ) -> list[np.ndarray]:  # fmt: skip
+        if op == "ld.shared":
+            assert kind == "f32"
+            assert (address % (4 * count) == 0).all()
+            return [self.shared_word(address, np.uint32(step)).view(np.float32) for step in range(count)]
         assert op == "ld.global.nc"
         words, place = address
         there = np.ones(place.shape, bool) if there is None else there
@@ -140,14 +145,15 @@ class Cluster:
         for step, value in enumerate(values):
             self.store_shared(base, word + np.uint32(step), value)
 
-    def push_quad(self, base: Any, word: Any, cta: np.ndarray, values: list[np.ndarray], barrier: np.ndarray) -> None:
-        assert (word % 4 == 0).all()
-        assert (base % 16 == 0).all()
+    def push(self, base: Any, word: Any, cta: np.ndarray, values: list[np.ndarray], barrier: np.ndarray) -> None:
+        assert len(values) in (2, 4)
+        assert (word % len(values) == 0).all()
+        assert (base % (4 * len(values)) == 0).all()
         assert (cta[self.active] < self.ctas).all()
         for step, value in enumerate(values):
             place = (base // 4 + word + np.uint32(step)).astype(np.int64)
-            self.memory[cta[self.active], place[self.active]] = value[self.active]
-        np.add.at(self.pending, (cta[self.active], barrier[self.active]), -16)
+            self.memory[cta[self.active], place[self.active]] = value.view(np.uint32)[self.active]
+        np.add.at(self.pending, (cta[self.active], barrier[self.active]), -4 * len(values))
 
     def expect_bytes(self, barrier: np.ndarray, count: int, *, others: int = 0) -> None:
         at = self.cta[self.active], barrier[self.active]

@@ -91,6 +91,9 @@ class Threads:
         if predicate:
             self.memory[address // 4] = number
 
+    def warpgroup_barrier(self) -> None:
+        """All threads run in step."""
+
     def shuffle_xor(self, value: np.ndarray, distance: int) -> np.ndarray:
         return value[np.arange(THREADS) ^ distance]
 

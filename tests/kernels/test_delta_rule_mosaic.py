@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from dflash_kernels import DeltaShape, NoImplementationError, delta_fold, delta_prefill, delta_step, delta_verify
 from dflash_kernels.recurrent.delta_rule.mosaic_gpu import launch_fold, launch_prefill, launch_step, launch_verify
+from dflash_kernels.recurrent.delta_rule.mosaic_gpu_sm90_step import parts_of
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from ..devices import custom_calls
@@ -71,22 +72,43 @@ def test_fold(dtype: Any) -> None:
     check_fold(arguments, counts, launch_fold(*arguments, counts, interpret=INTERPRET))
 
 
+def same(found: Any, expected: Any) -> None:
+    """Bit for bit; NaN, of which NumPy knows no equal ones in bfloat16, where NaN is."""
+    np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(expected, np.float32))
+
+
 def check_step(arguments: tuple[Any, Any, Any], live: Any, shape: DeltaShape, found: Any) -> None:
     """Slots that are not live keep their states, bit for bit."""
     (_, _, state), (out, after) = arguments, found
     expected_out, expected = delta_step(*arguments, live, shape, eps=EPS, implementation="xla")
     close(out[live], np.asarray(expected_out[live], np.float64), 0.01 if out.dtype == jnp.bfloat16 else 1e-5)
-    close(after.s, np.asarray(expected.s, np.float64), 1e-6)
-    np.testing.assert_array_equal(after.conv, expected.conv)
-    jax.tree.map(lambda new, old: np.testing.assert_array_equal(new[~live], old[~live]), after, state)
+    close(after.s[live], np.asarray(expected.s[live], np.float64), 1e-6)
+    same(after.conv, expected.conv)
+    jax.tree.map(lambda new, old: same(new[~live], old[~live]), after, state)
 
 
-@pytest.mark.few
+def step_call(shape: DeltaShape, live: Any, dtype: Any) -> tuple[Any, Any, Any]:
+    """Slots that are not live hold NaN, and so does what came for them."""
+    projected, weights, state = call(shape, len(live), 1, dtype)
+    projected, *held = (
+        jnp.where(live[(slice(None), *[None] * (x.ndim - 1))], x, jnp.nan) for x in (projected, state.s, state.conv)
+    )
+    return projected, weights, type(state)(*held)
+
+
+@pytest.mark.few("bfloat16-1", "bfloat16-4")
+@pytest.mark.parametrize("parts", [1, 2, 4])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bfloat16", "float32"])
-def test_step(dtype: Any) -> None:
+def test_step(dtype: Any, parts: int) -> None:
+    """By one CTA for a head, and by clusters of two and four."""
     shape, live = DeltaShape(1, 2, 128, 128), jnp.array([True, False])
-    arguments = call(shape, 2, 1, dtype)
-    check_step(arguments, live, shape, launch_step(*arguments, live, shape, eps=EPS, interpret=INTERPRET))
+    arguments = step_call(shape, live, dtype)
+    found = launch_step(*arguments, live, shape, eps=EPS, interpret=INTERPRET, parts=parts)
+    check_step(arguments, live, shape, found)
+
+
+def test_heads_are_shared_where_they_are_few() -> None:
+    assert [parts_of(heads) for heads in (8, 32, 128, 256)] == [4, 4, 4, 1]
 
 
 def prefill_call(shape: DeltaShape, length: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -199,8 +221,21 @@ def test_fold_for_real(tokens: int, dtype: Any) -> None:
 @pytest.mark.parametrize("heads", [(16, 32), (16, 48), (2, 2)])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32], ids=["bfloat16", "float32"])
 def test_step_for_real(heads: tuple[int, int], dtype: Any) -> None:
+    """However many CTAs share a head, and whichever comes first, the bits are the same."""
     shape, live = DeltaShape(*heads, 128, 128), jnp.array([True, False, True])
-    arguments = call(shape, 3, 1, dtype)
+    arguments = step_call(shape, live, dtype)
+    alone, *others = (launch_step(*arguments, live, shape, eps=EPS, parts=parts) for parts in (1, 2, 4, 4))
+    check_step(arguments, live, shape, alone)
+    for out, after in others:
+        same(out[live], alone[0][live])
+        jax.tree.map(same, after, alone[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("slots", [1, 4, 5])
+def test_steps_of_more_slots_for_real(slots: int) -> None:
+    shape, live = DeltaShape(16, 32, 128, 128), jnp.arange(slots) % 4 != 3
+    arguments = step_call(shape, live, jnp.bfloat16)
     check_step(arguments, live, shape, delta_step(*arguments, live, shape, eps=EPS, implementation="mosaic_gpu"))
 
 

@@ -1,5 +1,7 @@
 """The drafter's training pass against its definition and against the modules that draft."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,9 +9,10 @@ import pytest
 from jaxtyping import Array, Bool, Int
 
 from dflash_jax.attention.dense import dense_attend
+from dflash_jax.decoding.accept import _weights
 from dflash_jax.models import bind
 from dflash_jax.training.drafter import block_hidden, gather_slots, initial_drafter, target_pass
-from dflash_jax.training.losses import decay_weights, dpace_weights, hard_terms, soft_terms
+from dflash_jax.training.losses import block_stands, cycle_weights, decay_weights, dpace_weights, hard_terms, soft_terms
 from dflash_jax.training.settings import TINY
 from dflash_jax.training.target import initial_target, positions_like
 
@@ -107,6 +110,30 @@ def test_slots_are_gathered_at_their_own_positions():
 def test_dpace_weights_by_hand():
     # lifted chances 0.9 and 0.75: through slot 1 0.9, through slot 2 0.675
     np.testing.assert_allclose(dpace_weights(jnp.array([[0.8, 0.5]])), [[1.575, 0.675]], rtol=1e-6)
+
+
+def test_block_stands_is_the_weight_of_block_verification():
+    """Over all texts of three places of three tokens: the mean over texts from p is that of `accept_rejection`'s k_i over q's."""
+    rng, (slots, vocab) = np.random.default_rng(0), (3, 3)
+    # A law of each place after each text before it, so that ratios depend on more than the place.
+    laws = {name: {} for name in "pq"}
+    texts = np.array(list(itertools.product(range(vocab), repeat=slots)))
+    for law in laws.values():
+        for text in texts:
+            for place in range(slots):
+                law.setdefault(tuple(text[:place]), rng.dirichlet(np.ones(vocab)))
+    p, q = (np.array([[law[tuple(text[:i])] for i in range(slots)] for text in texts]) for law in laws.values())
+    at = (np.arange(len(texts))[:, None], np.arange(slots), texts)
+    weights = np.asarray(_weights(jnp.asarray(p[at]), jnp.asarray(q[at])))[:, 1:]
+    expected = (np.prod(q[at], axis=1)[:, None] * weights).sum(0)
+    stands = np.asarray(block_stands(jnp.log(p), jnp.log(q), jnp.asarray(texts)))
+    np.testing.assert_allclose((np.prod(p[at], axis=1)[:, None] * stands).sum(0), expected, rtol=1e-5)
+
+
+def test_cycle_weights_by_hand():
+    weights = np.asarray(cycle_weights(jnp.array([[2.0, 4.0, 6.0], [1.0, 1.0, 1.0]]), reach=1))
+    often = np.array([[1 / 3, 1 / 4, 1 / 5], [1, 1, 1]])
+    np.testing.assert_allclose(weights, often / often.mean(), rtol=1e-6)
 
 
 def test_decay_weights_start_at_one_and_fall_by_e_in_seven_slots():

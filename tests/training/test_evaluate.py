@@ -7,7 +7,7 @@ import numpy as np
 from dflash_jax.models import bind
 from dflash_jax.training.attention import causal_attend
 from dflash_jax.training.drafter import initial_drafter
-from dflash_jax.training.evaluate import Acceptance, loops, measure, replay
+from dflash_jax.training.evaluate import Acceptance, cycles_of, loops, measure, replay
 from dflash_jax.training.optimizer import half
 from dflash_jax.training.rollouts import continue_prompts, position_noise
 from dflash_jax.training.settings import TINY
@@ -27,6 +27,19 @@ def test_replay_stops_at_the_end_of_text():
     ids = np.array([[9, 9, 1, 0, 3, 4, 5, 6]])
     proposals = np.zeros((1, 4, 2), int)
     assert replay(ids, proposals, prompt=2, new=4).cycles == [[2]]
+
+
+def test_cycles_in_law_by_hand():
+    # The first pending token: none stands or both do; from then on one of two stands for sure.
+    stands = np.array([[[0.5, 0.5], [1.0, 0.0], [1.0, 0.0], [1.0, 0.0]]])
+    # Starts: 0, then 1 or 3; from 1 on 3, and from 3 past the end: 1 + 0.5 + 1 cycles of 2, 2 and 2 tokens on average.
+    assert cycles_of(stands) == (2.5, 5.0)
+
+
+def test_cycles_of_drafters_that_know_nothing_and_all():
+    one = np.zeros((2, 8, 3))
+    assert cycles_of(one) == (16.0, 16.0)
+    assert cycles_of(one + 1) == (4.0, 16.0)
 
 
 def test_summary_of_nothing_and_of_something():

@@ -9,12 +9,14 @@ import dflash_jax as dj
 from dflash_jax.attention.dense import dense_attend
 from dflash_jax.models import bind, family_of
 from dflash_jax.models.dflash import dflash_parameters
+from dflash_jax.models.heads import Block
+from dflash_jax.models.heads.markov import FORMS
 from dflash_jax.training.card import title
 from dflash_jax.training.drafter import block_hidden, train_drafter
-from dflash_jax.training.evaluate import measure
+from dflash_jax.training.evaluate import measure, noisy_pick
 from dflash_jax.training.export import draft_json, export_pair
-from dflash_jax.training.head_losses import Places, terms
-from dflash_jax.training.kinds import KINDS, initial_weights, kind_of
+from dflash_jax.training.head_losses import Places, corrected, terms
+from dflash_jax.training.kinds import KINDS, HeadSizes, carried, initial_weights, kind_of
 from dflash_jax.training.optimizer import half, optimizer
 from dflash_jax.training.settings import TINY, with_changes
 from dflash_jax.training.stages import Clock
@@ -113,6 +115,37 @@ def test_kinds_begin_as_the_same_drafter():
     assert found["v1"] == found["dflash2"] == found["dspark"]
 
 
+@pytest.mark.parametrize(("form", "rank"), [("vanilla", 12), ("gated", 8), ("gated", 12), ("rnn", 12)])
+def test_a_head_of_another_form_begins_as_the_one_before(form, rank):
+    config = with_changes(TINY, draft_kind="dspark", head=HeadSizes(rank=rank, form=form)).draft_config
+    before = with_changes(TINY, draft_kind="dspark").draft_config
+    start = random_weights(with_changes(TINY, draft_kind="dspark"))
+    grown = carried(config, start, 5)
+    assert {name: value.shape for name, value in grown.items()} == {
+        parameter.name: parameter.shape for parameter in dflash_parameters(config)
+    }
+    again = carried(config, grown, 6)
+    assert all(np.array_equal(again[name], value) for name, value in grown.items())
+    hidden, tokens = jax.random.normal(jax.random.key(2), (M, S, config.hidden_size)), jnp.array([[3, 8, 1], [9, 2, 2]])
+    base = jnp.zeros((M, S, config.vocab_size))
+    first, then = (
+        corrected(bind(one, params).head, base, hidden, tokens) for one, params in ((before, start), (config, grown))
+    )
+    np.testing.assert_allclose(then, first, atol=2e-2 if form == "rnn" else 1e-5)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_corrected_logits_are_those_of_the_walk(form):
+    settings = with_changes(TINY, draft_kind="dspark", head=HeadSizes(rank=8, form=form))
+    draft = bind(settings.draft_config, random_weights(settings))
+    hidden, anchor = jax.random.normal(jax.random.key(2), (M, S, settings.hidden_size)), jnp.array([3, 9])
+    base = jax.random.normal(jax.random.key(3), (M, S, settings.vocab_size))
+    block = Block(anchor, hidden, base, None, hidden, lambda ids: ids, lambda: hidden)
+    path, law = draft.head.propose(block, noisy_pick(None))
+    before = jnp.concatenate([anchor[:, None], path[:, :-1]], axis=1)
+    np.testing.assert_allclose(corrected(draft.head, base, hidden, before), law.logits, atol=1e-5)
+
+
 def test_muon_steps_along_orthogonal_matrices_and_adamw_elsewhere():
     key = jax.random.key(0)
     params = {
@@ -148,15 +181,25 @@ def test_what_is_exported_is_read_as_the_same_kind(settings):
     assert family_of(draft_json(settings)).config(draft_json(settings), names) == config
 
 
-@pytest.mark.few
-def test_a_trained_drafter_loads_and_leaves_texts_alone(continuations, tmp_path):
-    settings = with_changes(TINY, draft_kind="dspark", draft_steps=20, optimizer="muon")
+@pytest.mark.few("vanilla")
+@pytest.mark.parametrize(("form", "sampled_loss"), [("vanilla", "places"), ("rnn", "block")], ids=["vanilla", "rnn"])
+def test_a_trained_drafter_loads_and_leaves_texts_alone(form, sampled_loss, continuations, tmp_path):
+    settings = with_changes(
+        TINY,
+        draft_kind="dspark",
+        draft_steps=20,
+        optimizer="muon",
+        sampled_loss=sampled_loss,
+        blocks="cycles" if form == "rnn" else "even",
+        head=HeadSizes(rank=8, form=form),
+    )
     lines: list[str] = []
     clock = Clock(tmp_path / "work", lines.append)
     target = initial_target(settings)
     draft = train_drafter(settings, target, continuations, tmp_path / "work" / "drafter", clock)
     history = clock.log["drafter"]["history"]
     assert history[-1]["loss"] < history[0]["loss"]
+    assert ("stands" in history[0]) == (sampled_loss == "block")
     tokenizer = tmp_path / "tokenizer.json"
     _word_tokenizer(settings.vocab_size, tokenizer)
     cards = {"target": "", "draft": title(settings.draft_config)}

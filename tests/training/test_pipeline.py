@@ -2,20 +2,23 @@
 
 import json
 import os
+from dataclasses import replace
 
 import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from dflash_jax.errors import ParameterError
 from dflash_jax.models import family_of
 from dflash_jax.training.__main__ import UNFINISHED, main
 from dflash_jax.training.corpus import build_corpus, read_sources
 from dflash_jax.training.drafter import train_drafter
 from dflash_jax.training.optimizer import half
 from dflash_jax.training.rollouts import roll_out
-from dflash_jax.training.stages import Clock, Interrupted, latest
-from dflash_jax.training.target import train_target
+from dflash_jax.training.settings import TINY, with_changes
+from dflash_jax.training.stages import Clock, Interrupted, latest, run_steps
+from dflash_jax.training.target import initial_target, train_target
 from dflash_jax.training.tokenizer import encode_files
 
 
@@ -142,6 +145,52 @@ def test_resumed_training_equals_uninterrupted_training(run, tiny, tmp_path):
         train_drafter(tiny, whole, data, tmp_path / "drafter", StopAfter(tmp_path, 0))
     resumed_draft = train_drafter(tiny, whole, data, tmp_path / "drafter", quiet(tmp_path))
     assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), whole_draft, resumed_draft))
+
+
+class Counting(Clock):
+    """Another second at each look."""
+
+    def elapsed(self) -> float:
+        self.looks = getattr(self, "looks", 0) + 1
+        return float(self.looks)
+
+
+def test_a_run_until_a_time_has_rates_that_fall_by_then(tmp_path):
+    rates = []
+
+    def chunk(state, first, given):
+        rates.extend(given)
+        return {"x": state["x"] + len(given)}, {"loss": 0.0}
+
+    clock = Counting(tmp_path, lambda line: None)
+    state = run_steps(
+        "drafter", {"x": jax.numpy.zeros(())}, chunk, tmp_path / "drafter", clock, total=1000, peak=1.0, settings=TINY,
+        until=60.0,
+    )  # fmt: skip
+    assert clock.log["drafter"]["steps"] == len(rates) == state["x"] == latest(tmp_path / "drafter") < 1000
+    assert rates[-1] < 0.01 < 0.9 < max(rates)
+
+
+def test_parts_of_continuations_are_those_of_one_process(run, tiny, tmp_path):
+    work, _ = run
+    corpus = build_corpus(tiny, work / "corpus", pytest.fail)
+    target = initial_target(tiny)
+
+    settings = with_changes(tiny, rollouts=tuple(replace(plan, batch=4) for plan in tiny.rollouts))
+
+    def made(folder, **how):
+        return roll_out(settings, target, corpus.prompt_tokens, folder, quiet(tmp_path), **how)
+
+    with pytest.raises(ParameterError, match="at most 2"):
+        made(tmp_path / "none", part=(0, 3))
+    whole = made(tmp_path / "whole")
+    first = made(tmp_path / "parts", part=(0, 2), patience=0.0)
+    second = made(tmp_path / "parts", part=(1, 2))
+    for alone, half_of, both in zip(whole, first, second, strict=True):
+        for kind, rows in alone.items():
+            assert len(half_of[kind]) == -(-len(rows) // 2)
+            assert {row.tobytes() for row in half_of[kind]} < {row.tobytes() for row in rows}
+            assert {row.tobytes() for row in both[kind]} == {row.tobytes() for row in rows}
 
 
 def test_time_limit_ends_with_its_own_status(tiny, tmp_path):

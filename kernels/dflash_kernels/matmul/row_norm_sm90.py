@@ -18,12 +18,15 @@ from dflash_kernels.mosaic_gpu.rows import (
     load_row,
     rms_norm,
     row_kernel,
+    row_sums,
     store_padded,
+    sums_of_warps,
     weighted,
 )
 from dflash_kernels.quantize.reference import E4M3_MAX, ROW_FLOOR
 
 SCORES = 4  # of one row in one CTA
+SCORES_ALONE = 2  # the same where there is no other row: a router of 257 then has a CTA on nearly every multiprocessor
 
 
 def add_norm(
@@ -49,11 +52,15 @@ def add_norm_scores(
     """`add_norm`, and the norm's products with the rows of `scorer [E, D]`, a bias added to each: each CTA takes some of these, and
     norms for itself."""
 
-    def body(parts, before, weight, scorer, *rest):
+    (rows, _), count = residual.shape, scorer.shape[0]
+    each = SCORES_ALONE if rows == 1 else SCORES
+    whole = count % each == 0
+
+    def body(parts, before, weight, scorer, *rest, sums):
         *biases, residual, normed, scores = rest
-        row, first = lax.axis_index("row"), lax.axis_index("part") * SCORES
+        row, first = lax.axis_index("row"), lax.axis_index("part") * each
         # Asked for before anything else: they do not depend on what the kernel before leaves.
-        places = [first + index for index in range(SCORES)]
+        places = [first + index for index in range(each)]
         scorers = [_load(scorer.at[place if whole else jnp.minimum(place, count - 1)]) for place in places]
         added, scaled = add_norm_row(parts, before, weight, row, eps, zero_centered, rounds_last)
 
@@ -62,19 +69,18 @@ def add_norm_scores(
             store_padded(residual.at[row], added)
             store_padded(normed.at[row], scaled)
 
-        for place, other in zip(places, scorers, strict=True):
-            score = (other * scaled.astype(jnp.float32)).sum()
+        wide = scaled.astype(jnp.float32)
+        found = row_sums([other * wide for other in scorers], sums, vector=VECTOR)
+        for place, score in zip(places, found, strict=True):
 
             def keep(place: Any = place, score: Any = score) -> None:
                 scores[row, place] = score + biases[0][place].astype(jnp.float32) if biases else score
 
             keep() if whole else pl.when(place < count)(keep)
 
-    (rows, _), count = residual.shape, scorer.shape[0]
-    whole = count % SCORES == 0
     out = jax.ShapeDtypeStruct(residual.shape, residual.dtype)
     shapes = (out, out, jax.ShapeDtypeStruct((rows, count), jnp.float32))
-    kernel = row_kernel(body, "add_norm_scores", (rows, -(-count // SCORES)), shapes, interpret)
+    kernel = row_kernel(body, "add_norm_scores", (rows, -(-count // each)), shapes, interpret, sums=sums_of_warps(each))
     return kernel(parts, residual, weight, scorer, *(() if bias is None else (bias,)))
 
 
@@ -125,6 +131,7 @@ def add_norm_row(
     parts: Any, before: Any, weight: Any, row: Any, eps: float, zero_centered: bool, rounds_last: bool = False
 ) -> tuple[jax.Array, jax.Array]:
     """One row of the residual with split-K's partial products added, and its norm."""
+    factors = load_padded(weight)  # first: after the sum's barrier it would be waited for
     total = _load(before.at[row])
     for part in range(parts.shape[0]):
         total = total + _load(parts.at[part, row])
@@ -132,7 +139,7 @@ def add_norm_row(
     wide = rounded.astype(jnp.float32)
     factor = lax.rsqrt((wide * wide).sum() * (1 / before.shape[1]) + eps)
     how = {"zero_centered": zero_centered, "rounds_last": rounds_last}
-    return rounded, weighted(wide, factor, load_padded(weight), before.dtype, **how)
+    return rounded, weighted(wide, factor, factors, before.dtype, **how)
 
 
 def _float8_types(rows: int, width: int) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:

@@ -1,14 +1,18 @@
 """A column for each thread of a warpgroup: causal convolutions, triangular systems, matrices, and rows that become columns.
 
+A matrix may lie in the registers of a cluster of CTAs, some of the rows in each; sums over rows are then of all of them.
+
 Written out for one thread, since these are hundreds of operations that layouts need not be found for.
 """
 
 # pyright: reportAbstractUsage=false, reportCallIssue=false
 
+import itertools
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
@@ -19,6 +23,7 @@ from dflash_kernels.mosaic_gpu.softmax import sigmoid
 from dflash_kernels.mosaic_gpu.thread_op import GLOBAL, SCALAR, thread_op
 
 WIDTH, _AT_ONCE = 128, 4  # columns; rows whose numbers are loaded by one instruction
+_BLOCK = 32  # rows that are summed before others are added
 VECTOR = plgpu.Layout.WG_STRIDED((WIDTH,), vec_size=1)  # a number of each thread
 _NUMBERS = plgpu.ShapeDtypeStruct((WIDTH,), jnp.dtype(jnp.float32), layout=VECTOR)
 
@@ -123,16 +128,19 @@ def solve(rows: Any, weights: Any, entries: Any, betas: Any, values: list[Any]) 
         _store(th.add(own, 4 * width * token), new)
 
 
-def _held_interpreted(source: Any, first: Any, second: Any) -> list[Any]:
-    return [source[first, second]]
+def _held_interpreted(source: Any, first: Any, second: Any, part: Any, *, parts: int) -> list[Any]:
+    rows = source.shape[2] // parts
+    return [source[first, second, pl.ds(part * rows, rows)]]
 
 
 @thread_op(
-    args=(GLOBAL, SCALAR, SCALAR), returns=lambda source, *_: [_NUMBERS] * source.shape[2], interpret=_held_interpreted
-)
-def held_columns(source: Any, first: Any, second: Any) -> list[Any]:
-    """The matrix `source[first, second]` of float32 `[a, b, rows, 128]` in global memory: rows of it, a column in every thread."""
-    rows, start = _matrix(source, first, second)
+    args=(GLOBAL, SCALAR, SCALAR, SCALAR), returns=lambda source, *_, parts: [_NUMBERS] * (source.shape[2] // parts),
+    interpret=_held_interpreted,
+)  # fmt: skip
+def held_columns(source: Any, first: Any, second: Any, part: Any, *, parts: int) -> list[Any]:
+    """Part number `part`, of so many of its rows, of the matrix `source[first, second]` of float32 `[a, b, rows, 128]` in global
+    memory: rows of it, a column in every thread."""
+    rows, start = _matrix(source, first, second, part, parts)
     step = 4 * WIDTH
     return [_array(th.load(th.add(start, step * row), op="ld.global", kind="f32")[0]) for row in range(rows)]
 
@@ -143,35 +151,45 @@ def _summed_interpreted(held: list[Any], vectors: list[Any]) -> list[Any]:
 
 @thread_op(args=(VECTOR, GLOBAL), returns=lambda _, vectors: [_NUMBERS] * len(vectors), interpret=_summed_interpreted)
 def summed_columns(held: list[Any], vectors: list[Any]) -> list[Any]:
-    """Sums over rows of a matrix that `held_columns` gave, times each row's number in every one of `vectors` in shared memory."""
-    places = [th.address(vector, space=3) for vector in vectors]
-    sums = [[th.real(0.0) for _ in range(_AT_ONCE)] for _ in vectors]
-    for row in range(0, len(held), _AT_ONCE):
-        numbers = [_number(one) for one in held[row : row + _AT_ONCE]]
-        for place, parts in zip(places, sums, strict=True):
-            weights = _shared(th.add(place, 4 * row), _AT_ONCE)
-            parts[:] = [th.fadd(part, th.fmul(*pair)) for part, *pair in zip(parts, numbers, weights, strict=True)]
-    return [_array(th.fadd(th.fadd(a, b), th.fadd(c, d))) for a, b, c, d in sums]
+    """Sums over rows of what `held_columns` gave, times each row's number in every one of `vectors` in shared memory.
+
+    Rows are added up in blocks, and blocks in pairs, as `taken_sums` goes on: the bits do not tell how many CTAs share a matrix.
+    """
+    places, found = [th.address(one, space=3) for one in vectors], [list[Any]() for _ in vectors]
+    for first in range(0, len(held), _BLOCK):
+        sums = [[th.real(0.0) for _ in range(_AT_ONCE)] for _ in vectors]
+        for row in range(first, first + _BLOCK, _AT_ONCE):
+            numbers = [_number(one) for one in held[row : row + _AT_ONCE]]
+            for place, parts in zip(places, sums, strict=True):
+                weights = _shared(th.add(place, 4 * row), _AT_ONCE)
+                parts[:] = [th.fadd(part, th.fmul(*pair)) for part, *pair in zip(parts, numbers, weights, strict=True)]
+        for blocks, parts in zip(found, sums, strict=True):
+            blocks.append(_in_pairs(parts))
+    return [_array(_in_pairs(blocks)) for blocks in found]
 
 
 def _written_interpreted(
-    target: Any, first: Any, second: Any, held: list[Any], key: Any, decay: Any, new: Any, live: Any
-) -> None:
-    target.at[first, second][...] = jnp.where(live > 0, held[0] * decay + key[...][:, None] * new, held[0])
+    target: Any, first: Any, second: Any, part: Any, held: list[Any], key: Any, decay: Any, new: Any, live: Any, *, parts: int
+) -> None:  # fmt: skip
+    rows = target.shape[2] // parts
+    place = target.at[first, second, pl.ds(part * rows, rows)]
+    place[...] = jnp.where(live > 0, held[0] * decay + key[...][:, None] * new, held[0])
 
 
-@thread_op(args=(GLOBAL, SCALAR, SCALAR, VECTOR, GLOBAL, SCALAR, VECTOR, SCALAR), interpret=_written_interpreted)
+@thread_op(
+    args=(GLOBAL, SCALAR, SCALAR, SCALAR, VECTOR, GLOBAL, SCALAR, VECTOR, SCALAR), interpret=_written_interpreted
+)
 def write_columns(
-    target: Any, first: Any, second: Any, held: list[Any], key: Any, decay: Any, new: Any, live: Any
-) -> None:
-    """`target[first, second] = decay * held + key[:, None] * new` where `live` is more than 0.
+    target: Any, first: Any, second: Any, part: Any, held: list[Any], key: Any, decay: Any, new: Any, live: Any, *, parts: int
+) -> None:  # fmt: skip
+    """The part's rows of `target[first, second]` are `decay * held + key[:, None] * new` where `live` is more than 0.
 
     Args:
       target: where `held_columns` gave `held` from.
-      key: a number of each row, in shared memory.
+      key: a number of each of the part's rows, in shared memory.
       decay: float32; new: a number of each column.
     """
-    _, start = _matrix(target, first, second)
+    _, start = _matrix(target, first, second, part, parts)
     place, number, writes = th.address(key, space=3), _number(new), th.compare(live, "sgt", 0)
     for row in range(0, len(held), _AT_ONCE):
         for index, weight in enumerate(_shared(th.add(place, 4 * row), _AT_ONCE), row):
@@ -179,11 +197,59 @@ def write_columns(
             th.when(writes, "st.global.f32 [$0], $1;", th.add(start, 4 * WIDTH * index), value)
 
 
-def _matrix(ref: Any, first: Any, second: Any) -> tuple[int, Any]:
-    """Rows of a matrix `ref[first, second]`, and where its first number of a thread's column is."""
+@thread_op(args=(VECTOR, GLOBAL, SCALAR), interpret=lambda pair, memory, arrived, *, parts: None)
+def give_sums(pair: list[Any], memory: Any, arrived: Any, *, parts: int) -> None:
+    """Begins to give every CTA of a cluster, the own one as well, two numbers of each column, and expects as many of each CTA.
+
+    Args:
+      pair: two times 128 float32, sums over the own part's rows.
+      memory: float32 `[parts, 128, 2]` in shared memory, where those of all CTAs arrive, and from where `taken_sums` adds them up.
+      arrived: int32 scalar, the address of the barrier that completes once they are there.
+      parts: CTAs of the cluster.
+    """
+    th.expect_bytes(arrived, 8 * parts)
+    word = th.add(th.mul(th.cta_of_cluster(), 2 * WIDTH), th.mul(th.thread_of_cta(), 2))
+    for cta in range(parts):
+        th.push(th.address(memory, space=3), word, th.number(cta), [_number(one) for one in pair], arrived)
+
+
+def _taken_interpreted(memory: Any, arrived: Any, matrix: Any, vectors: Any, met: Any, *, parts: int) -> list[Any]:
+    sums = _summed_interpreted([matrix[...]], vectors)
+    plgpu.barrier_arrive(met)
+    plgpu.barrier_wait(met)
+    return sums
+
+
+@thread_op(
+    args=(GLOBAL, SCALAR, None, None, None), returns=lambda *_, **__: [_NUMBERS] * 2, interpret=_taken_interpreted
+)
+def taken_sums(memory: Any, arrived: Any, matrix: Any, vectors: Any, met: Any, *, parts: int) -> list[Any]:
+    """Both numbers of every column, summed over the CTAs of a cluster. Waits for what `give_sums` sends, once.
+
+    Args:
+      memory, arrived, parts: see `give_sums`.
+      matrix, vectors: all rows, and what is found in them, for the interpreter, whose CTAs share no memory; met: a barrier of its
+        cluster, before which no CTA writes what another one reads.
+    """
+    th.await_phase(arrived, th.number(0))
+    own = th.add(th.address(memory, space=3), th.mul(th.thread_of_cta(), 8))
+    of_ctas = [_shared(th.add(own, 8 * WIDTH * cta), 2) for cta in range(parts)]
+    return [_array(_in_pairs(list(sums))) for sums in zip(*of_ctas, strict=True)]
+
+
+def _in_pairs(numbers: list[Any]) -> Any:
+    """The sum of a power of two of numbers, neighbours first."""
+    while len(numbers) > 1:
+        numbers = [th.fadd(*pair) for pair in itertools.batched(numbers, 2)]
+    return numbers[0]
+
+
+def _matrix(ref: Any, first: Any, second: Any, part: Any, parts: int) -> tuple[int, Any]:
+    """Rows of a part of the matrix `ref[first, second]`, and where its first number of a thread's column is."""
     _, count, rows, width = th.shape_and_strides(ref)[0]
-    matrix = th.add(th.mul(first, count), second)
-    return rows, th.word_address(ref, th.add(th.mul(matrix, rows * width), th.thread()))
+    rows //= parts
+    block = th.add(th.mul(th.add(th.mul(first, count), second), parts), part)
+    return rows, th.word_address(ref, th.add(th.mul(block, rows * width), th.thread()))
 
 
 def _number(array: Any) -> Any:

@@ -144,15 +144,47 @@ def _better(
     slot = th.add(slots[0], th.div(th.sub(th.shift_right(here, th.number(bits)), slots[1]), step))
     if there is not None:
         slot = th.select(there, slot, slots[0])
-    least, first = (th.shared_word(th.address(each, 3), slot) for each in memory[1:])
-    later = _exponential(*_threefry(key, here, 0))
-    is_first = th.compare(th.bit_and(here, (1 << bits) - 1), "eq", first)
-    time = th.select(is_first, th.as_real(least), th.fadd(th.as_real(least), later))
-    noisy = th.fsub(th.as_real(value), th.fmul(factor, _log(time)))
+    noisy = th.fsub(th.as_real(value), th.fmul(factor, _log(_time(here, slot, memory[1:], key, bits))))
     above, same = (arith.cmpf(relation, noisy, sum_) for relation in (arith.CmpFPredicate.OGT, arith.CmpFPredicate.OEQ))
     wins = th.either(above, th.every(same, th.compare(here, "slt", place)))
     wins = wins if there is None else th.every(there, wins)
     return [th.select(wins, noisy, sum_), th.select(wins, here, place)]
+
+
+def _time(here: Any, slot: Any, arrivals: Any, key: Any, bits: int) -> Any:
+    """When a place's arrival is; `slot`: that of its chunk in the first times and their places."""
+    least, first = (th.shared_word(th.address(each, 3), slot) for each in arrivals)
+    later = _exponential(*_threefry(key, here, 0))
+    is_first = th.compare(th.bit_and(here, (1 << bits) - 1), "eq", first)
+    return th.select(is_first, th.as_real(least), th.fadd(th.as_real(least), later))
+
+
+def _noise_interpreted(places, memory, key, *, bits, step, listed, hashed, exponential):
+    chunks = places >> bits
+    least, first = (each[...][chunks % step * listed + chunks // step] for each in memory)
+    later = exponential(*hashed(jnp.stack([jnp.asarray(word).astype(jnp.uint32) for word in key]), places, 0))
+    return -jnp.log(jnp.where((places & ((1 << bits) - 1)) == first, least, least + later))
+
+
+@thread_op(args=(_strided(WARPGROUP), GLOBAL, SCALAR), returns=_row(jnp.float32), interpret=_noise_interpreted)
+def noise_at(
+    places: Any, memory: Any, key: Any, *, bits: int, step: int, listed: int, hashed: Any, exponential: Any
+) -> Any:
+    """The noise of a place for each thread.
+
+    Args:
+      places: `[128]` int32.
+      memory: in shared memory, of chunks the first time and the place that it belongs to: chunk c in slot
+        `c % step * listed + c // step`.
+      key: two int32 words.
+      bits: a chunk has `2**bits` places.
+      hashed, exponential: the definitions, which the interpreter takes.
+    """
+    del hashed, exponential
+    here = vector.extract(places.registers.item(), [], [0])
+    chunk = th.div(here, 1 << bits)
+    slot = th.add(th.mul(th.rem(chunk, step), listed), th.div(chunk, step))
+    return one_each(th.fsub(th.real(0.0), _log(_time(here, slot, memory, key, bits))), None)
 
 
 def _threefry(key: Any, place: Any, kind: int) -> tuple[Any, Any]:

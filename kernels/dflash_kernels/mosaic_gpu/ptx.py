@@ -335,12 +335,13 @@ def cluster_barrier() -> None:
         inline(ptx, convergent=True)
 
 
-def push_quad(base, word, cta, values, barrier) -> None:
-    """Sends four words to another CTA's shared memory, where they lie as from number `word` of the own `base` on, a multiple of
-    four. The barrier there that lies where the own `barrier` does counts their bytes as they arrive."""
+def push(base, word, cta, values, barrier) -> None:
+    """Sends two or four words to another CTA's shared memory, where they lie as from number `word` of the own `base` on, a multiple
+    of as many. The barrier there that lies where the own `barrier` does counts their bytes as they arrive."""
+    names = ", ".join(f"${3 + i}" for i in range(len(values)))
     ptx = (
         "{ .reg .b32 there, counts; mapa.shared::cluster.u32 there, $0, $1; mapa.shared::cluster.u32 counts, $2, $1;"
-        " st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [there], {$3, $4, $5, $6}, [counts]; }"
+        f" st.async.shared::cluster.mbarrier::complete_tx::bytes.v{len(values)}.b32 [there], {{{names}}}, [counts]; }}"
     )
     inline(ptx, add(base, mul(word, 4)), cta, barrier, *values)
 

@@ -220,7 +220,7 @@ class _Row:
             own = self._of_lane(self.bins, BINS * digit)
             packed = [th.add(own[i], th.mul(own[i + 1], MOST_PLACES)) for i in (0, 2, 4, 6)]
             place = th.add(th.mul(self.cta, _PACKED), digit * self.ctas * _PACKED)
-            th.push_quad(self.given, th.add(place, th.mul(self.lane, 4)), self.warp, packed, self._barrier(digit))
+            th.push(self.given, th.add(place, th.mul(self.lane, 4)), self.warp, packed, self._barrier(digit))
 
     def _sums(self, digit: int, word: Any, *, before: bool = False) -> list:
         """Counts of two bins, those of word number `word`: of all CTAs, or of those before the own one."""

@@ -19,12 +19,12 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, memref
 from jaxlib.mlir.dialects import vector as vectors
 
-from dflash_kernels.core.device import WARPGROUP
+from dflash_kernels.core.device import WARP, WARPGROUP
 from dflash_kernels.core.layouts import interleave_columns
 from dflash_kernels.mosaic_gpu import ptx as th
 from dflash_kernels.mosaic_gpu.convert import interleaved_float8
 from dflash_kernels.mosaic_gpu.layouts import TILED
-from dflash_kernels.mosaic_gpu.thread_op import GLOBAL, SCALAR, kernel, thread_op
+from dflash_kernels.mosaic_gpu.thread_op import FACTOR, GLOBAL, SCALAR, kernel, thread_op
 
 type Reduction = Literal["add", "max", "min"]
 WARPS = 4  # of a warpgroup
@@ -32,7 +32,7 @@ VECTOR = 4  # neighbouring numbers of one thread
 
 
 def row_kernel(
-    body: Callable[..., None], name: str, grid: tuple[int, ...], out: Any, interpret: Any = None
+    body: Callable[..., None], name: str, grid: tuple[int, ...], out: Any, interpret: Any = None, **scratch: Any
 ) -> Callable[..., Any]:
     """A kernel with a CTA of one warpgroup for each row, or for each part of one.
 
@@ -42,12 +42,13 @@ def row_kernel(
       grid: rows, or rows and parts.
       out: shapes of the results.
       interpret: not None under Pallas's interpreter.
+      scratch: the body's buffers by name. Such a body has the barriers that it needs; without any, Pallas puts two around a store.
     """
     named: Any = functools.partial(body)
     named.__name__ = name
     return kernel(
-        named, out_type=out, grid=grid, grid_names=("row", "part")[: len(grid)],
-        compiler_params=plgpu.CompilerParams(approx_math=True), interpret=interpret,
+        named, out_type=out, grid=grid, grid_names=("row", "part")[: len(grid)], scratch_types=scratch, interpret=interpret,
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=bool(scratch)),
     )  # fmt: skip
 
 
@@ -281,3 +282,39 @@ def reduce_into(row: Any, target: Any, scratch: Any, line: Any, place: Any, *, k
     if isinstance(found.type, ir.VectorType):
         found = vectors.extract(found, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([0]))
     memref.store(found, target, [line, place])
+
+
+def sums_of_warps(rows: int) -> Any:
+    """The memory that `row_sums` takes for so many rows."""
+    return plgpu.SMEM((rows, WARPS), jnp.float32)
+
+
+@thread_op(
+    args=lambda rows, _, *, vector: (_strided(rows[0].shape[0], vector), GLOBAL),
+    returns=lambda rows, *_, **__: [FACTOR] * len(rows), interpret=lambda rows, _, *, vector: [row.sum() for row in rows],
+)  # fmt: skip
+def row_sums(rows: list[Any], scratch: Any, *, vector: int) -> list[Any]:
+    """Sums of rows of float32, all at once: Pallas's own come one after the other, and each waits for the warpgroup twice.
+
+    Its one barrier comes before the sums: all threads see what the others have stored in shared memory before.
+
+    Args:
+      rows: `vector` neighbouring numbers a thread of one warpgroup.
+      scratch: of `sums_of_warps`, for this call alone.
+    """
+    sums, base = [_own_sum(row) for row in rows], th.address(scratch, space=3)
+    for distance in (16, 8, 4, 2, 1):
+        sums = [th.fadd(one, th.shuffle_xor(one, distance)) for one in sums]
+    warp = th.mul(th.div(th.thread(), WARP), 4)
+    for index, one in enumerate(sums):
+        th.inline("st.shared.f32 [$0], $1;", th.add(th.add(base, 4 * WARPS * index), warp), one)
+    th.warpgroup_barrier()
+    found = [th.load(th.add(base, 4 * WARPS * index), WARPS, op="ld.shared", kind="f32") for index in range(len(sums))]
+    return [th.fadd(th.fadd(a, b), th.fadd(c, d)) for a, b, c, d in found]
+
+
+def _own_sum(row: Any) -> Any:
+    """The sum of a thread's own numbers."""
+    total = functools.reduce(th.fadd, row.registers.flat)
+    size = ir.VectorType(total.type).shape[0]
+    return functools.reduce(th.fadd, [vectors.extract(total, [], [i]) for i in range(size)])

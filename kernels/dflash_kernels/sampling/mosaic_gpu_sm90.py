@@ -2,18 +2,22 @@
 
 One CTA takes a row, or, where nothing is filtered, one of its parts: a row alone would take as long as one multiprocessor needs
 for it. Noise is made where it is added. No token of a chunk has more noise than that of its first arrival (`noise.py`). The tokens
-that these arrivals belong to are drawn first, whose largest sum is about as large as the row's; after it chunks whose bound exceeds
-this sum are looked at, in which a thread hashes for the numbers that may exceed it.
+that these arrivals belong to are drawn first, whose largest sum is about as large as the row's; then a thread hashes for the
+numbers that may exceed it. Without filters the row is read once.
 
-Every pass reads the row from the L2 again, but for chunks that it cannot need. A filter keeps what is not below a threshold, which
-is searched for among the numbers that bfloat16 has, two bits with each pass. The first pass keeps the largest number of each of
-some thousand places: what enough of these reach, enough of the row do, so that a search in registers leaves few bits to passes over
-the row. It also keeps the largest number of every chunk: chunks without one that may be kept are never looked at again, and most
-are such where a few tokens are kept, which is what filters are for.
+A filter keeps what is not below a threshold. The first pass over the row keeps the largest number of each of some thousand places:
+what enough of these reach, enough of the row do, which a search in registers finds. Few numbers of the row reach that or what
+`min_p` asks for. They are put in order in shared memory, where one warpgroup does the rest.
+
+Where they are too many, or `top_p` alone decides, thresholds are searched for among the numbers that bfloat16 has, two bits with
+each pass. A pass reads the row from the L2 again, but for chunks that it cannot need: the first one also keeps the largest number
+of every chunk, and chunks without one that may be kept are never looked at again. Of the last pass these are chunks whose bound of
+noise is too low, too.
 """
 
 # pyright: reportAbstractUsage=false, reportPrivateImportUsage=false
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,8 +29,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dflash_kernels.core.device import WARPGROUP
 from dflash_kernels.mosaic_gpu import ptx as th
-from dflash_kernels.mosaic_gpu.noise import QUEUED, best_with_noise, rest_with_noise
+from dflash_kernels.mosaic_gpu.noise import QUEUED, best_with_noise, noise_at, rest_with_noise
 from dflash_kernels.mosaic_gpu.rows import WARPS, Reduction, numbers_at, reduce_into
+from dflash_kernels.mosaic_gpu.short_list import MOST, append, count_reaching, in_order, reached_by, reaching
 from dflash_kernels.mosaic_gpu.thread_op import FACTOR, SCALAR, kernel, thread_op
 from dflash_kernels.sampling.noise import BITS, CHUNK, arrivals, exponential, hashed
 
@@ -36,6 +41,8 @@ AT_ONCE = 4  # chunks asked for before the first is looked at, at most
 MOST_SUMS = 3  # that warpgroups exchange
 LOWEST = -32_641  # minus infinity among `_whole`
 
+# Temperature from which on sums keep their digits, whatever logit they are relative to.
+WARM = 0.1
 SLACK = 1e-4  # of a bound: more than the hardware's logarithm errs
 
 _STRIDED = plgpu.Layout.WG_STRIDED((CHUNK,), vec_size=VECTOR)
@@ -73,17 +80,29 @@ def choose(
         scratch_types={
             "sums": plgpu.SMEM((warpgroups, MOST_SUMS), jnp.float32),
             "scratch": plgpu.SMEM((warpgroups, WARPS), jnp.float32),
-            "largest": plgpu.SMEM((warpgroups, most), jnp.float32),
-            "alive": plgpu.SMEM((warpgroups, most + 1), jnp.int32),
             "least": plgpu.SMEM((warpgroups * listed,), jnp.float32),
             "most_noise": plgpu.SMEM((warpgroups * listed,), jnp.float32),
             "first": plgpu.SMEM((warpgroups * listed,), jnp.int32),
             "queues": plgpu.SMEM((warpgroups * WARPS * QUEUED,), jnp.int32),
+            **(_filters(warpgroups, most) if limits else {}),
             "met": plgpu.Barrier(num_arrivals=warpgroups),
         },
         compiler_params=plgpu.CompilerParams(approx_math=True), interpret=interpret,
     )  # fmt: skip
     return launch(logits, jax.lax.bitcast_convert_type(keys, jnp.int32), *arrived, temperature, *limits)
+
+
+def _filters(warpgroups: int, most: int) -> dict[str, Any]:
+    """Shared memory for filters; `most`: chunks of a warpgroup."""
+    return {
+        "largest": plgpu.SMEM((warpgroups, most), jnp.float32),
+        "alive": plgpu.SMEM((warpgroups, most + 1), jnp.int32),
+        "reached": plgpu.SMEM((warpgroups * WARPS,), jnp.int32),
+        "lists": plgpu.SMEM((warpgroups, 2, MOST), jnp.int32),
+        "lengths": plgpu.SMEM((warpgroups,), jnp.int32),
+        "ordered": plgpu.SMEM((MOST,), jnp.float32),
+        "weights": plgpu.SMEM((MOST,), jnp.float32),
+    }
 
 
 class _Row:
@@ -95,8 +114,7 @@ class _Row:
         self.logits, keys, *self.arrivals, temperature = given
         self.key = [keys[self.row, word] for word in (0, 1)]
         self.sums, self.scratch, self.met = (buffers[name] for name in ("sums", "scratch", "met"))
-        # Of every chunk the largest number, and those that may hold what stays; and the first arrival in each, and its noise.
-        self.largest, self.alive = buffers["largest"], buffers["alive"]
+        # The first arrival in each chunk, and its noise.
         self.least, self.most_noise, self.first = (buffers[name] for name in ("least", "most_noise", "first"))
         self.queues, self.listed = buffers["queues"], self.least.shape[0] // warpgroups
         given, self.size = temperature[self.row], self.logits.shape[1]
@@ -110,19 +128,109 @@ class _Row:
         self.filters = bool(limits)
         if self.filters:
             self.log_min_p, self.top_k, self.top_p = (limit[self.row] for limit in limits)
+            # Of every chunk the largest number, and those that may hold what stays.
+            self.largest, self.alive = buffers["largest"], buffers["alive"]
+            self.reached, self.lists, self.lengths, self.ordered, self.weights = (
+                buffers[name] for name in ("reached", "lists", "lengths", "ordered", "weights")
+            )
 
     def run(self) -> None:
         arrived = self._load_arrivals()
-        lanes = self._look()
         if not self.filters:
-            (self.top,) = self._met("max", [lanes])
+            self.top = self._shift(arrived)
             self._choose(arrived)
             return
+        lanes = self._look()
         top, highest = self._met("max", [lanes, _whole(lanes).astype(jnp.float32)])
         self.top, highest = top, highest.astype(jnp.int32)
+        counts = self.samples & (self.top_k > 0) & (self.top_k < self.size)
+        low = jnp.where(self.samples, jnp.int32(LOWEST), highest)
+        low = _search(low, jnp.where(counts, highest, low), self.top_k, self._lanes_that_reach(lanes))
+        least = _as_number(low)
+
+        def may_stay(largest):
+            return (largest >= least) & (((largest - top) / self.temperature >= self.log_min_p) | ~self.samples)
+
+        self._leave_out(lambda chunk: may_stay(self.largest[self.wg, chunk]))
+        listed = self._list(low, counts | ~self.samples | (self.log_min_p > -jnp.inf))
+        fits = (listed > 0) & (listed <= MOST)
+
+        @pl.when(fits & (self.wg == 0))
+        def _():
+            self._choose_listed(listed, counts)
+
+        @pl.when(~fits)
+        def _():
+            self._choose(arrived, self._least_that_stays(lanes, low, highest, counts))
+
+    def _shift(self, arrived: list[tuple]):
+        """What logits are compared with: the largest one of the first arrivals', or where that is too far from the others the
+        largest of all."""
+        self._reduce("max", functools.reduce(jnp.maximum, (of_first for of_first, _ in arrived)), self.sums, 0)
+        shift = self.sums[self.wg, 0]
+        too_far = (self.temperature < WARM) | (shift == -jnp.inf)
+
+        def look(*_):
+            return self._met(
+                "max", [self._over(_full(jnp.float32(-jnp.inf)), lambda most, x, *_: jnp.maximum(most, x))]
+            )[0]
+
+        return lax.fori_loop(0, too_far.astype(jnp.int32), look, shift)
+
+    def _list(self, low, wanted):
+        """Lists the numbers from `low` on that `min_p` leaves, and tells how many they are: 0 where it is not wanted."""
+        count, least = self.count, _number(low)
+        self.count = jnp.where(wanted, count, 0)
+
+        def add(carry, x, _, chunk):
+            stays = (x >= least) & (((x - self.top) / self.temperature >= self.log_min_p) | ~self.samples)
+            append(jnp.where(stays, x, -jnp.inf), self.lists, self.lengths, self.wg, self._begins(chunk)[1])
+            return carry
+
+        self._over(None, add)
+        self.count = count
+        self._meet()
+        return sum((self.lengths[warpgroup] for warpgroup in range(self.warpgroups)), jnp.int32(0))
+
+    def _choose_listed(self, listed, counts) -> None:
+        """`_choose` among the numbers that are listed, by one warpgroup."""
+        numbers, places = in_order(self.lists, self.lengths, self.ordered)
+        last = self.ordered[jnp.where(counts, jnp.minimum(self.top_k, listed), listed) - 1]
+        shifted = numbers - self.top
+        weights = jnp.where(numbers >= last, jnp.exp(shifted * (1 / self.temperature)), 0.0)
+        last_reached = self.ordered[reached_by(weights, self.weights, listed, self.top_p)]
+        last = jnp.where(self.samples & (self.top_p < 1), last_reached, last)
+        noise = noise_at(
+            jnp.where(numbers > -jnp.inf, places, 0), [self.least, self.first], self.key,
+            bits=BITS, step=self.warpgroups, listed=self.listed, hashed=hashed, exponential=exponential,
+        )  # fmt: skip
+        sums = jnp.where(numbers >= last, shifted / self.temperature + self.noise_factor * noise, -jnp.inf)
+        self._reduce("max", sums, self.sums, 0)
+        largest = self.sums[0, 0]
+        self._reduce(
+            "min", jnp.where(sums == largest, places.astype(jnp.float32), jnp.float32(self.size)), self.sums, 1
+        )
+        self._store(self.sums[0, 1], largest)
+
+    def _lanes_that_reach(self, lanes) -> Callable:
+        """How many of `lanes` reach each of three whole numbers."""
+
+        def sums(least: tuple) -> list:
+            count_reaching(lanes, [_as_number(one) for one in least], self.reached, self.wg)
+            self._meet()
+            found = reaching(self.reached)
+            self._meet()  # before anyone writes again
+            return found
+
+        return sums
+
+    def _least_that_stays(self, lanes, low, highest, counts):
+        """The least whole number that the filters leave, from `low` on, which enough lanes reach for `top_k`."""
 
         def of_row(weight: Callable) -> Callable:
             def sums(least: tuple) -> list:
+                least = tuple(_number(one) for one in least)
+
                 def add(totals, x, *_):
                     return tuple(t + weighed for t, weighed in zip(totals, _reaching(x, weight(x), least), strict=True))
 
@@ -133,31 +241,30 @@ class _Row:
 
         def of_lanes(weight: Callable) -> Callable:
             weights = weight(lanes)
-            return lambda least: self._met("add", _reaching(lanes, weights, least))
+            return lambda least: self._met("add", _reaching(lanes, weights, tuple(_number(one) for one in least)))
 
-        def search(weight: Callable, low, enough, wanted):
+        def search(low, enough, wanted, sums: Callable):
             """The largest number from `low` on that `enough` weight reaches."""
-            for sums in (of_lanes(weight), of_row(weight)):
-                low = _search(low, jnp.where(wanted, highest, low), enough, sums)
-                least = _as_number(low)
-                self._leave_out(lambda chunk, least=least: self.largest[self.wg, chunk] >= least)
+            low = _search(low, jnp.where(wanted, highest, low), enough, sums)
+            least = _as_number(low)
+            self._leave_out(lambda chunk: self.largest[self.wg, chunk] >= least)
             return low
 
-        some = self.samples & (self.top_k > 0) & (self.top_k < self.size)
-        low = jnp.where(self.samples, jnp.int32(LOWEST), highest)
-        low = search(lambda x: _full(jnp.float32(1)), low, self.top_k.astype(jnp.float32), some)
+        low = search(low, self.top_k.astype(jnp.float32), counts, of_row(lambda x: _full(jnp.float32(1))))
         least = _number(low)
 
         def share(x):
-            scaled = (x - top) * (1 / self.temperature)
+            scaled = (x - self.top) * (1 / self.temperature)
             return jnp.where((x >= least) & (scaled >= self.log_min_p), jnp.exp(scaled), 0.0)
 
         some = self.samples & (self.top_p < 1)
         once = jnp.where(some, 1, 0)
-        total = lax.fori_loop(0, once, lambda *_: of_row(share)((jnp.float32(-jnp.inf),))[0], jnp.float32(0))
+        total = lax.fori_loop(0, once, lambda *_: of_row(share)((jnp.int32(LOWEST),))[0], jnp.float32(0))
         # A top_p below float32's smallest number is 0, which every number is reached by.
         enough = jnp.maximum(self.top_p * total, jnp.finfo(jnp.float32).tiny)
-        self._choose(arrived, search(share, low, enough, some))
+        for sums in (of_lanes, of_row):
+            low = search(low, enough, some, sums(share))
+        return low
 
     def _load_arrivals(self) -> list[tuple]:
         """The first arrivals in the CTA's chunks, and a bound of their noise, to shared memory; their tokens' logits and these
@@ -182,6 +289,7 @@ class _Row:
             self.alive[self.wg, chunk] = chunk
 
         lax.fori_loop(0, self.chunks, place, None)
+        self.lengths[self.wg] = jnp.int32(0)
 
         def keep(most, x, number, _):
             self._reduce("max", x, self.largest, number)
@@ -220,13 +328,14 @@ class _Row:
         def most_noise(chunk):
             return self.most_noise[self.wg * self.listed + chunk]
 
-        lowest = jnp.float32(-jnp.inf) if low is None else _as_number(low)
-        self._leave_out(
-            lambda chunk: (
-                (self.largest[self.wg, chunk] >= lowest)
-                & ((self.largest[self.wg, chunk] - self.top) / self.temperature + most_noise(chunk) > over)
+        if low is not None:
+            lowest = _as_number(low)
+            self._leave_out(
+                lambda chunk: (
+                    (self.largest[self.wg, chunk] >= lowest)
+                    & ((self.largest[self.wg, chunk] - self.top) / self.temperature + most_noise(chunk) > over)
+                )
             )
-        )
 
         memory, of_chunks = [self.queues, self.least, self.first], {"bits": BITS, "step": self.warpgroups * self.parts}
         slots = [self.wg * self.listed, self.wg * self.parts + self.part]
@@ -250,10 +359,13 @@ class _Row:
 
         @pl.when(self.wg == 0)
         def _():
-            places, sums, tops = (each.at[self.row] for each in self.out)
-            # Of a row without a number the last place: some place there is.
-            places[self.part] = jnp.minimum(first.astype(jnp.int32), self.size - 1)
-            sums[self.part], tops[self.part] = largest, self.top
+            self._store(first, largest)
+
+    def _store(self, place, largest) -> None:
+        places, sums, tops = (each.at[self.row] for each in self.out)
+        # Of a row without a number the last place: some place there is.
+        places[self.part] = jnp.minimum(place.astype(jnp.int32), self.size - 1)
+        sums[self.part], tops[self.part] = largest, self.top
 
     def _over(self, carry: Any, step: Callable, *, at_once: int | None = None) -> Any:
         """`step(carry, x, number, chunk)` for what is left of the warpgroup's chunks.
@@ -268,7 +380,9 @@ class _Row:
         def visit(turn, carry):
             numbers = [turn * together + place for place in range(together)]
             # Past the last one it is looked at again, and all of it left out.
-            chunks = [self.alive[self.wg, jnp.minimum(number, count - 1)] for number in numbers]
+            chunks = [jnp.minimum(number, count - 1) for number in numbers]
+            if self.filters:
+                chunks = [self.alive[self.wg, chunk] for chunk in chunks]
             begin = [self._begins(chunk) for chunk in chunks]
             found = [load(start) for _, start in begin]
             for x, number, chunk, (first, start) in zip(found, numbers, chunks, begin, strict=True):
@@ -320,7 +434,7 @@ def _search(low, high, enough, sums: Callable):
 
     def more(step, found):
         unit = jnp.int32(1) << (2 * (digits - 1 - step))
-        reached = sums(tuple(_number(found + unit * number) for number in (1, 2, 3)))
+        reached = sums(tuple(found + unit * number for number in (1, 2, 3)))
         return found + unit * sum((one >= enough).astype(jnp.int32) for one in reached)
 
     return lax.fori_loop(0, digits, more, low)

@@ -115,6 +115,10 @@ def _choice_of(plan: Plan, choice: Choice, logits: Any, token: Any, lane: Any) -
     taken = plan.top_k - int(choice.shared)
     places = [th.add(lane, first) for first in range(0, plan.ranked, WARP)]
     bits = [_logit(plan, logits, token, place) for place in places]
+    gate = None
+    if choice.shared:
+        # Asked for with the others: once the rounds are over it would be waited for, and all weights with it.
+        gate = th.as_real(th.global_word(logits, th.add(th.mul(token, plan.scores), plan.ranked)))
     keys = [_key(value) for value in bits]
     expert, largest, top = th.number(0), th.number(0), th.number(0)
     for turn in range(taken):
@@ -134,9 +138,8 @@ def _choice_of(plan: Plan, choice: Choice, logits: Any, token: Any, lane: Any) -
         for value in bits:
             total = th.fadd(total, th.exp(th.fsub(th.as_real(value), highest)))
     share = th.fmul(th.fdiv(share, _summed(total)), th.real(choice.scale))
-    if choice.shared:
-        last, logit = _equal(lane, th.number(taken)), th.add(th.mul(token, plan.scores), plan.ranked)
-        of_shared = th.exp(th.fsub(th.real(0.0), th.as_real(th.global_word(logits, logit))))
+    if gate is not None:
+        last, of_shared = _equal(lane, th.number(taken)), th.exp(th.fsub(th.real(0.0), gate))
         of_shared = th.fdiv(th.real(1.0), th.fadd(th.real(1.0), of_shared))
         expert, share = th.select(last, th.number(plan.ranked), expert), th.select(last, of_shared, share)
     return expert, share

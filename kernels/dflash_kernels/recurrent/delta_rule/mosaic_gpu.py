@@ -97,16 +97,16 @@ def launch_fold(state: DeltaState, factors: DeltaFactors, counts: Array, *, inte
     return kernel.fold(state, factors, counts, interpret)
 
 
-@functools.partial(jax.jit, static_argnames=("shape", "eps", "interpret"))
+@functools.partial(jax.jit, static_argnames=("shape", "eps", "interpret", "parts"))
 def launch_step(
     projected: Array, weights: DeltaWeights, state: DeltaState, live: Array, shape: DeltaShape, *, eps: float,
-    interpret: Any = None,
+    interpret: Any = None, parts: int | None = None,
 ) -> tuple[Array, DeltaState]:  # fmt: skip
-    """`delta_step` without the device check, in place where `state` is given up."""
+    """`delta_step` without the device check, in place where `state` is given up; `parts`: see the kernel's `step`."""
     _require(projected, weights, shape)
     from dflash_kernels.recurrent.delta_rule import mosaic_gpu_sm90_step as kernel
 
-    return kernel.step(projected, weights, state, live.astype(jnp.int32), shape, eps, interpret)
+    return kernel.step(projected, weights, state, live.astype(jnp.int32), shape, eps, interpret, parts)
 
 
 @functools.partial(jax.jit, static_argnames=("shape", "eps", "interpret"))

@@ -33,7 +33,8 @@ def fold(state: DeltaState, factors: DeltaFactors, counts: jax.Array, interpret:
     kernel(
         body, out_type=(), grid=(slots, value_heads, 2), grid_names=("slot", "head", "half"),
         scratch_types={"k": plgpu.SMEM((tokens, WIDTH), jnp.float32), "u": plgpu.SMEM((tokens, WIDTH), jnp.float32)},
-        compiler_params=plgpu.CompilerParams(approx_math=True), interpret=interpret,
+        # Pallas puts two barriers around every store. One between writing keys and writes and reading them is enough.
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True), interpret=interpret,
     )(counts, *factors, s, conv)  # fmt: skip
     return DeltaState(freeze_aliased(s), freeze_aliased(conv))
 
