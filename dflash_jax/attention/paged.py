@@ -9,8 +9,6 @@ import jax.numpy as jnp
 from dflash_kernels import (
     AddNorm,
     PagedSchedule,
-    ScoredNorm,
-    TokenAttended,
     attention_chain,
     few_qkv_write,
     few_qkv_write_refusal,
@@ -175,9 +173,8 @@ class PagedAttend:
         return rows.reshape(x.shape), self._over(layer, q.reshape(*x.shape[:2], *q.shape[1:]), cache), cache
 
     def of_token(
-        self, layer: Attention, x: Array, rotary: Rotary, cache: Pages, added: AddNorm, scored: ScoredNorm | None,
-        exchange: Callable[[int], Any],
-    ) -> tuple[TokenAttended, Pages] | None:  # fmt: skip
+        self, layer: Attention, x: Array, rotary: Rotary, cache: Pages, added: AddNorm, exchange: Callable[[int], Any]
+    ) -> tuple[Array, Array, Pages] | None:
         """See `Attention.mix_token`: of one token, where nothing but speed tells that from separate launches."""
         i, qkv, output = layer.index, *map(_matrix, layer.projections)
         k, v, table = cache.k[i], cache.v[i], of_layer(self.page_table, i)
@@ -190,17 +187,16 @@ class PagedAttend:
         sizes: Any = {
             "heads": layer.config.num_heads, "kv_heads": k.shape[1], "head_dim": k.shape[3], "turned": 2 * rotary.cos.shape[-1],
             "page_size": k.shape[2], "table_width": table.shape[1], "page_dtype": k.dtype, "hidden": x.shape[-1],
-            "experts": 0 if scored is None else scored.scorer.shape[0],
         }  # fmt: skip
         if token_attention_refusal(x.dtype, **sizes, window=layer.window) is not None:
             return None
         rows, cos, sin = (one.reshape(1, one.shape[-1]) for one in (x, *rotary))
         sinks = None if layer.sinks is None else layer.sinks[...]
-        out = token_attention(
+        parts, rows, k, v = token_attention(
             k, v, rows, qkv, output, table, self.seq_lens, self.q_lens, of_layer(self.slots, i), cos, sin, added=added, sinks=sinks,
-            scored=scored, window=layer.window, scale=layer.scale, exchange=exchange(k.shape[1]),
+            window=layer.window, scale=layer.scale, exchange=exchange(k.shape[1]),
         )  # fmt: skip
-        return out, cache.with_layer(i, k=out.k_pages, v=out.v_pages)
+        return rows.reshape(x.shape), parts, cache.with_layer(i, k=k, v=v)
 
     def _writes_rows(self, layer: Attention, cache: Pages) -> bool:
         """Whether the launch of a layer's projection of few rows may write to the pages: heads are rotated and nothing else."""

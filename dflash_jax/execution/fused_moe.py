@@ -13,8 +13,6 @@ from dflash_kernels import (
     AddNorm,
     ColumnBlocks,
     RankExchange,
-    ScoredNorm,
-    TokenAttended,
     add_norm,
     add_norm_dense,
     add_norm_dense_refusal,
@@ -56,24 +54,22 @@ def run_fused_moe(
     meeting = functools.cache(token_attention_exchange)
     projected: Array | None = None
     mixed: Any = None  # by the launch that normed, too
-    attended = None  # attention as a whole, by the launch that normed, too
+    given: Array | None = None  # parts of what attention adds to the stream, by the launch that normed, too
     if ranks is None:
         nothing = jnp.zeros((1, *stream.shape), jnp.float32)
-        attended = _attended(layers[0], nothing, stream, x.shape, rotary, attend, cache, meeting)
+        first = _attended(layers[0], nothing, stream, x.shape, rotary, attend, cache, meeting)
+        if first is not None:
+            stream, given, cache = first
     for layer, later in zip(layers, (*layers[1:], None), strict=True):
-        if attended is not None:
-            whole, cache = attended
-            given, scored = whole.parts, None if whole.scores is None else (whole.onto, whole.normed, whole.scores)
-            stream = whole.stream
-        else:
+        if given is None:
             if projected is not None:
                 mixed, cache = layer.mixer.mix(projected.reshape(*x.shape[:-1], -1), rotary, attend, cache)
             elif mixed is None:
                 mixed, cache = _mixed(layer.mixer, normed.reshape(x.shape), rotary, attend, cache)
-            given, scored = _projected(layer.mixer.projections[1], mixed.reshape(rows, -1), meets=ranks is None), None
-        stream, parts = _fed(layer, given, stream, exchange, ranks, scored)
+            given = _projected(layer.mixer.projections[1], mixed.reshape(rows, -1), meets=ranks is None)
+        stream, parts = _fed(layer, given, stream, exchange, ranks)
         after = norm if later is None else later.input_norm
-        projected = mixed = added = attended = None
+        projected = mixed = given = added = attended = None
         if ranks is None:
             attended = _attended(later, parts, stream, x.shape, rotary, attend, cache, meeting)
         if ranks is None and attended is None:
@@ -81,7 +77,7 @@ def run_fused_moe(
         if ranks is not None:
             stream, normed = summed_norm(parts, stream, after, ranks)
         elif attended is not None:
-            stream = attended[0].stream
+            stream, given, cache = attended
         elif added is not None:
             stream, mixed, cache = added
         elif later is not None and _together(later.mixer.projections[0], rows, x.dtype):
@@ -140,15 +136,13 @@ def _attended(
     attend: Any,
     cache: Cache,
     meeting: Callable[[int], Any],
-) -> tuple[TokenAttended, Cache] | None:
-    """A layer's attention, from the stream with `parts` added to the scores of its router, where that is one launch; else None."""
+) -> tuple[Float[Array, "M D"], Float[Array, "S M D"], Cache] | None:
+    """The stream with `parts` added, and parts of what the next layer's attention adds, where that is one launch; else None."""
     if layer is None or not hasattr(layer.mixer, "mix_token"):
         return None
-    added, scored, feed = AddNorm(parts, **_weight(layer.input_norm)), None, layer.mlp
-    if switches.TOKEN_SCORES and feed.routed and feed.router.weight[...].dtype == stream.dtype:
-        router = {"scorer": feed.router.weight[...], "bias": feed.router.score_bias}
-        scored = ScoredNorm(**router, **_weight(layer.post_norm))
-    return layer.mixer.mix_token(stream.reshape(shape), rotary, attend, cache, added, scored, meeting)
+    added = AddNorm(parts, **_weight(layer.input_norm))
+    found = layer.mixer.mix_token(stream.reshape(shape), rotary, attend, cache, added, meeting)
+    return None if found is None else (found[0].reshape(stream.shape), *found[1:])
 
 
 def _biased(layer: Linear, x: Float[Array, "M D"], *, parts: bool = False) -> Float[Array, "... M F"]:
@@ -192,12 +186,8 @@ def _fed(
     stream: Float[Array, "M D"],
     exchange: Any,
     ranks: RankExchange | None,
-    scored: tuple[Any, ...] | None = None,
 ) -> tuple[Float[Array, "M D"], Float[Array, "n M D"]]:
-    """The stream with what attention gave, and what the feed-forward adds to it, in parts.
-
-    `scored`: that stream, its norm and the router's scores, where attention's launch has them.
-    """
+    """The stream with what attention gave, and what the feed-forward adds to it, in parts."""
     feed, norm = layer.mlp, _weight(layer.post_norm)
     if ranks is not None:
         stream, normed = summed_norm(parts, stream, layer.post_norm, ranks)
@@ -207,8 +197,6 @@ def _fed(
     elif not feed.routed:
         stream, normed = add_norm(parts, stream, **norm)
         return stream, feed(normed)[None]
-    elif scored is not None:
-        stream, normed, scores = scored
     else:
         scorer, bias = feed.router.weight[...], feed.router.score_bias
         stream, normed, scores = add_norm_scores(parts, stream, scorer=scorer, bias=bias, **norm)

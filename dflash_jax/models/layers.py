@@ -576,22 +576,15 @@ class Attention(nnx.Module):
         return None if whole is None else whole(self, x, rotary, cache, added)
 
     def mix_token(
-        self,
-        x: Array,
-        rotary: Rotary,
-        attend: Attend,
-        cache: Cache,
-        added: Any,
-        scored: Any,
-        exchange: Callable[[int], Any],
-    ) -> tuple[Any, Cache] | None:
-        """What `token_attention` gives for the residual stream `x [B,T,D]` of one token, and the cache, where attention has all of
-        that in one launch (`of_token`); else None.
+        self, x: Array, rotary: Rotary, attend: Attend, cache: Cache, added: Any, exchange: Callable[[int], Any]
+    ) -> tuple[Array, Array, Cache] | None:
+        """The residual stream `x [B,T,D]` after what is `added`, as of `few_qkv_write`, and what attention adds to it then, output
+        projection included, in parts `[S,B*T,D]` float32, where attention has both in one launch (`of_token`); else None.
 
-        `added` and `scored` as there; `exchange` gives the memory through which CTAs meet, for so many key heads.
+        `exchange` gives the memory through which CTAs meet, for so many key heads.
         """
         whole = getattr(attend, "of_token", None)
-        return None if whole is None else whole(self, x, rotary, cache, added, scored, exchange)
+        return None if whole is None else whole(self, x, rotary, cache, added, exchange)
 
     def __call__(self, x: Array, rotary: Rotary, attend: Attend, cache: Cache = None) -> tuple[Array, Cache]:
         out, cache = self.mix(self.qkv_proj(x), rotary, attend, cache)

@@ -107,17 +107,10 @@ class MellumAttention(Attention):
         return super().mix_rows(x, own_rotation(rotary, self.turned), attend, cache, added)
 
     def mix_token(
-        self,
-        x: Array,
-        rotary: Rotary,
-        attend: Attend,
-        cache: Cache,
-        added: Any,
-        scored: Any,
-        exchange: Callable[[int], Any],
-    ) -> tuple[Any, Cache] | None:
+        self, x: Array, rotary: Rotary, attend: Attend, cache: Cache, added: Any, exchange: Callable[[int], Any]
+    ) -> tuple[Array, Array, Cache] | None:
         """See `Attention`."""
-        return super().mix_token(x, own_rotation(rotary, self.turned), attend, cache, added, scored, exchange)
+        return super().mix_token(x, own_rotation(rotary, self.turned), attend, cache, added, exchange)
 
 
 class Mellum(TwoRotationsDecoder):

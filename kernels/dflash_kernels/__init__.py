@@ -45,7 +45,6 @@ from dflash_kernels.fused.layer.api import (
 from dflash_kernels.fused.linear_pair.api import linear_chain, linear_chain_exchange, linear_chain_refusal
 from dflash_kernels.fused.qkv_attention.api import QkvAttended, qkv_attention, qkv_attention_refusal
 from dflash_kernels.fused.token_attention.api import (
-    ScoredNorm,
     TokenAttended,
     token_attention,
     token_attention_exchange,
@@ -142,7 +141,6 @@ __all__ = [
     "QkvWritten",
     "QuantizedOutput",
     "RankExchange",
-    "ScoredNorm",
     "TokenAttended",
     "add_norm",
     "add_norm_dense",

@@ -10,31 +10,25 @@ from jaxtyping import Array, Float, Int
 from dflash_kernels.core.dispatch import first_fitting
 from dflash_kernels.core.validation import check_axes, check_floats, check_integers, check_of_heads, check_sequences
 from dflash_kernels.fused.few_qkv.api import AddNorm
-from dflash_kernels.fused.token_attention.mosaic_gpu import ScoredNorm, refuse, token_attention_mosaic_gpu
-from dflash_kernels.fused.token_attention.plan import counters
+from dflash_kernels.fused.token_attention.mosaic_gpu import refuse, token_attention_mosaic_gpu
+from dflash_kernels.fused.token_attention.plan import APART
 from dflash_kernels.fused.token_attention.reference import token_attention_reference
 
 IMPLEMENTATIONS = {"mosaic_gpu": token_attention_mosaic_gpu, "xla": token_attention_reference}
 
 
 class TokenAttended(NamedTuple):
-    """Result of `token_attention`: parts of the output projection `[S, 1, D]` float32, the stream `[1, D]`, and the pools.
-
-    With `scored` also the stream after the parts, its norm, both `[1, D]`, and the router's scores `[1, E]` float32.
-    """
+    """Result of `token_attention`: parts of the output projection `[S, 1, D]` float32, the stream `[1, D]`, and the pools."""
 
     parts: Array
     stream: Array
     k_pages: Array
     v_pages: Array
-    onto: Array | None = None
-    normed: Array | None = None
-    scores: Array | None = None
 
 
 def token_attention_refusal(
     dtype: Any, *, heads: int, kv_heads: int, head_dim: int, turned: int, page_size: int, table_width: int, page_dtype: Any,
-    hidden: int, window: tuple[int | None, int | None] | None = None, experts: int = 0,
+    hidden: int, window: tuple[int | None, int | None] | None = None,
 ) -> str | None:  # fmt: skip
     """Why `token_attention` has nothing faster than separate operations for calls of these sizes; None where it has.
 
@@ -42,13 +36,11 @@ def token_attention_refusal(
       turned: columns of a head that turn with the position.
       table_width: pages that the page table has room for.
       hidden: D.
-      experts: rows of the router, 0 where none is `scored`.
     """
     try:
         refuse(
             dtype, heads=heads, kv_heads=kv_heads, head_dim=head_dim, turned=turned, page_size=page_size,
             table_width=table_width, page_dtype=page_dtype, hidden=hidden, window=window or (None, None),
-            experts=experts,
         )  # fmt: skip
     except NotImplementedError as reason:
         return str(reason)
@@ -58,7 +50,7 @@ def token_attention_refusal(
 def token_attention_exchange(kv_heads: int) -> Any:
     """A Ref that calls of `token_attention` with so many key heads may share which never run at the same time: each leaves it as it
     was."""
-    return jax.new_ref(jnp.zeros((counters(kv_heads),), jnp.int32))
+    return jax.new_ref(jnp.zeros((2 * kv_heads * APART,), jnp.int32))
 
 
 def token_attention(
@@ -76,14 +68,12 @@ def token_attention(
     *,
     added: AddNorm,
     sinks: Float[Array, "N"] | None = None,
-    scored: ScoredNorm | None = None,
     window: tuple[int | None, int | None] | None = None,
     scale: float | None = None,
     exchange: Any = None,
     implementation: str | Sequence[str] | None = None,
 ) -> TokenAttended:
-    """Attention of one token of one sequence in a layer, with its projections: `few_qkv_write` with `added`, `paged_attention`,
-    `few_linear` in parts, and where that is wanted `add_norm_scores`.
+    """Attention of one token of one sequence in a layer: `few_qkv_write` with `added`, `paged_attention` and `few_linear` in parts.
 
     Args:
       k_pages, v_pages: page pools; donate them to the surrounding jit and the write happens in place.
@@ -93,7 +83,6 @@ def token_attention(
       slots: where the token's key belongs, as of `qkv_write`: that of position `seq_lens - 1`; negative where it is not real.
       cos, sin: float32, of the token's angles and times any factor.
       sinks: logit per head that counts in the softmax as one more key without a value.
-      scored: norm and router of the stream that the parts are added to.
       window: keys seen to the left of the token and right of it, None on a side for all.
       scale: softmax scale, `H ** -0.5` where None.
       exchange: what `token_attention_exchange` gave, made once for calls that follow one another; without it each makes its own.
@@ -132,20 +121,11 @@ def token_attention(
         raise ValueError(
             f"parts {added.parts.shape} and a norm's weight {added.weight.shape} do not fit a stream {x.shape}"
         )
-    if scored is not None:
-        check_axes(scorer=(scored.scorer, "E D"))
-        check_floats(scorer=scored.scorer)
-        if scored.weight.shape != x.shape[1:] or scored.scorer.shape[1:] != x.shape[1:]:
-            raise ValueError(
-                f"a norm's weight {scored.weight.shape} and a scorer {scored.scorer.shape} do not fit a stream {x.shape}"
-            )
-        if scored.bias is not None and scored.bias.shape != scored.scorer.shape[:1]:
-            raise ValueError(f"bias {scored.bias.shape} does not fit a scorer {scored.scorer.shape}")
     check_of_heads(width // head_dim, sinks=sinks)
     with jax.named_scope("token_attention"):
         out = first_fitting(
             "token_attention", IMPLEMENTATIONS, implementation, k_pages, v_pages, x, qkv, output, page_table, seq_lens, q_lens,
-            slots, cos, sin, added, sinks, scored, exchange, window=tuple(window or (None, None)),
+            slots, cos, sin, added, sinks, exchange, window=tuple(window or (None, None)),
             scale=head_dim**-0.5 if scale is None else scale,
         )  # fmt: skip
     return TokenAttended(*out)

@@ -1,7 +1,7 @@
 """Attention of one token with its projections on Hopper: what the kernel takes, and its launch."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,18 +10,6 @@ from jaxtyping import Array
 from dflash_kernels.core.device import require_hopper, target
 from dflash_kernels.fused.token_attention.plan import Plan, plan
 from dflash_kernels.matmul.few_tiling import RowNorm
-
-
-class ScoredNorm(NamedTuple):
-    """Norm and router of the stream after `token_attention`, as its `add_norm_scores`: `weight [D]`, `scorer [E, D]`, `bias [E]` or
-    None."""
-
-    weight: Array
-    scorer: Array
-    bias: Array | None
-    eps: float
-    zero_centered: bool = False
-    rounds_last: bool = False
 
 
 def refuse(dtype: Any, **sizes: Any) -> None:
@@ -41,11 +29,11 @@ def token_attention_mosaic_gpu(*args: Any, **options: Any) -> tuple[Array, ...]:
 
 def launch(
     k_pages: Array, v_pages: Array, x: Array, qkv: Any, output: Any, page_table: Array, seq_lens: Array, q_lens: Array,
-    slots: Array, cos: Array, sin: Array, added: Any, sinks: Array | None, scored: ScoredNorm | None,
-    exchange: Any, *, window: tuple[int | None, int | None], scale: float, ctas: int, interpret: Any = None,
+    slots: Array, cos: Array, sin: Array, added: Any, sinks: Array | None, exchange: Any, *,
+    window: tuple[int | None, int | None], scale: float, ctas: int, interpret: Any = None,
 ) -> tuple[Array, ...]:  # fmt: skip
     """The implementation without the device check: for tests on the CPU (`interpret`)."""
-    weights = (*qkv, *output, added.weight, v_pages, *(scored[:2] if scored else ()))
+    weights = (*qkv, *output, added.weight, v_pages)
     if any(one is not None and one.dtype != x.dtype for one in weights):
         raise NotImplementedError(f"takes weights and pages in x's dtype, {x.dtype}")
     _, kv_heads, page_size, head_dim = k_pages.shape
@@ -53,15 +41,11 @@ def launch(
         x.dtype, heads=output[0].shape[1] // head_dim, kv_heads=kv_heads, head_dim=head_dim, turned=2 * cos.shape[1],
         page_size=page_size, table_width=page_table.shape[1], page_dtype=k_pages.dtype, hidden=x.shape[1], window=window,
         ctas=ctas, scale=scale, norm=RowNorm(*added[2:]),
-        **({"experts": scored.scorer.shape[0], "after": RowNorm(*scored[3:])} if scored else {}),
     )  # fmt: skip
     given = {"x": x, "added": added.parts, "norm": added.weight, "qkv": qkv[0], "o": output[0]}
     given |= {name: bias for name, bias in (("qkv_bias", qkv[1]), ("o_bias", output[1])) if bias is not None}
     if sinks is not None:  # a launch of XLA's less where they are as weights are
         given["sinks"] = sinks if sinks.dtype == x.dtype else sinks.astype(jnp.float32)
-    if scored is not None:
-        named = {"after_norm": scored.weight, "scorer": scored.scorer, "scorer_bias": scored.bias}
-        given |= {name: one for name, one in named.items() if one is not None}
     given |= {"cos": cos.astype(jnp.float32), "sin": sin.astype(jnp.float32)}
     lengths = {"table": page_table, "seq_lens": seq_lens - q_lens, "q_lens": q_lens, "slots": slots}
     given |= {name: one.astype(jnp.int32) for name, one in lengths.items()}

@@ -4,8 +4,7 @@ Memory is never idle: while CTAs wait for one another, the ring fills with weigh
 They wait for CTAs of the same KV head alone, and twice: for heads of 64 rows, which one each of some of them projects, and for
 splits, as each attends to every so manieth tile of keys. Then each multiplies the columns of the output projection that the KV
 head's queries meet; products of KV heads are left to be added. The token's own key is left out of the tiles, whose copies begin
-before it is written, and counts when splits are put together. Where a router follows, some CTAs wait for all of the product, and
-norm and score the stream.
+before it is written, and counts when splits are put together.
 
 One warpgroup norms, multiplies and attends, the other one starts the copies of weights.
 """
@@ -25,15 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dflash_kernels.core.device import MATRIX_ROWS as TILE
 from dflash_kernels.core.layouts import aliased_ref, freeze_aliased
-from dflash_kernels.fused.token_attention.plan import (
-    APART,
-    COLUMNS,
-    HEAD_DIM,
-    IN_FLIGHT,
-    IN_FLIGHT_BESIDE,
-    SCORES,
-    Plan,
-)
+from dflash_kernels.fused.token_attention.plan import APART, COLUMNS, HEAD_DIM, IN_FLIGHT, IN_FLIGHT_BESIDE, Plan
 from dflash_kernels.matmul.few_tiling import BLOCK
 from dflash_kernels.matmul.row_norm_sm90 import add_norm_row
 from dflash_kernels.mosaic_gpu import paged_kv, softmax, stages
@@ -44,13 +35,13 @@ from dflash_kernels.mosaic_gpu.own_key import combine_with_own
 from dflash_kernels.mosaic_gpu.paged_kv import PagedKV, Place, Work, clear_rows
 from dflash_kernels.mosaic_gpu.pipeline import Ring, div
 from dflash_kernels.mosaic_gpu.queries import ask_for_rows, put_rows
-from dflash_kernels.mosaic_gpu.rows import keep_first_row, load_padded, store_padded
+from dflash_kernels.mosaic_gpu.rows import keep_first_row, store_padded
 from dflash_kernels.mosaic_gpu.thread_op import MATRIX, ROW
 from dflash_kernels.mosaic_gpu.tma import address_of, copy_once
 from dflash_kernels.mosaic_gpu.turned_head import store_head
 from dflash_kernels.mosaic_gpu.wgmma import Accumulator, add_products, add_values, scores_of, zeros
 
-PROJECT, ATTEND, OUTPUT, SCORE = "project", "attend", "output", "score"
+PROJECT, ATTEND, OUTPUT = "project", "attend", "output"
 CHAIN = (5, 4, 3, 2, 1)  # products in flight of the first projection, whose blocks come one by one
 
 
@@ -60,13 +51,11 @@ CHAIN = (5, 4, 3, 2, 1)  # products in flight of the first projection, whose blo
 def token_attention(
     plan: Plan, given: dict[str, jax.Array], k_pages: jax.Array, v_pages: jax.Array, ready: Any, interpret: Any = None
 ) -> tuple[jax.Array, ...]:
-    """Parts of the output projection `[K, 1, D]` float32, the stream, the pools, and with a router the stream after the parts, its
-    norm and the scores `[1, E]` float32.
+    """Parts of the output projection `[K, 1, D]` float32, the stream, and the pools.
 
     Args:
       given: `x [1, D]`, `added [S, 1, D]`, `norm [D]`, the weights `qkv` and `o` and the biases that there are, `sinks [N]` or
-        none, `cos`, `sin`, `table [1, W]`, `seq_lens [1]` without the token, `q_lens [1]` and `slots [1]`; with a router its rows
-        `scorer [E, D]`, `scorer_bias [E]` or none, and the weight `after_norm [D]`.
+        none, `cos`, `sin`, `table [1, W]`, `seq_lens [1]` without the token, `q_lens [1]` and `slots [1]`.
       ready: a Ref of `plan.counters` zeros that no other launch uses at the same time, and holds zeros afterwards.
     """
     pools = {"k": aliased_ref(k_pages), "v": aliased_ref(v_pages)}
@@ -78,18 +67,12 @@ def token_attention(
         "parts": jax.ShapeDtypeStruct((*splits, plan.group, HEAD_DIM), jnp.float32),
         "lses": jax.ShapeDtypeStruct((*splits, TILE), jnp.float32),
     }
-    order = [PROJECT, ATTEND, OUTPUT]
-    if plan.experts:
-        order.append(SCORE)
-        row = results["stream"]
-        results |= {"onto": row, "normed": row, "scores": jax.ShapeDtypeStruct((1, plan.experts), jnp.float32)}
     found = stages.launch(
-        program(plan), "token_attention", order, given | pools | {"ready": ready}, results,
+        program(plan), "token_attention", (PROJECT, ATTEND, OUTPUT), given | pools | {"ready": ready}, results,
         interpret=interpret, scratch_types=scratch(plan, dtype), grid=splits, grid_names=("heads", "split"), num_threads=2,
         thread_name="wg", compiler_params=plgpu.CompilerParams(approx_math=True),
     )  # fmt: skip
-    scored = [found[name] for name in ("onto", "normed", "scores") if name in found]
-    return found["out"], found["stream"], freeze_aliased(pools["k"]), freeze_aliased(pools["v"]), *scored
+    return found["out"], found["stream"], freeze_aliased(pools["k"]), freeze_aliased(pools["v"])
 
 
 def program(plan: Plan) -> Callable[..., None]:
@@ -237,10 +220,6 @@ def consume(cta: Cta) -> None:
         attend(cta)
     if OUTPUT in cta.stages:
         multiply_output(cta)
-    if SCORE in cta.stages:
-        # Of the first CTAs of each KV head, which have the fewest tiles.
-        own = cta.index * cta.plan.kv_heads + cta.head
-        pl.when(own < cta.plan.scorers)(lambda: score(cta, own))
 
 
 # First projection
@@ -369,35 +348,3 @@ def multiply_output(cta: Cta) -> None:
         store_transposed(refs["out"].at[own], tile * TILE, product, rows=TILE, tokens=1)
 
     lax.fori_loop(0, cta.tiles, of_tile, None)
-    if plan.experts:
-        announce(refs["ready"], 2 * plan.kv_heads * APART)
-
-
-# Router
-
-
-def score(cta: Cta, own: Any) -> None:
-    """The stream after attention and its norm, by every such CTA for itself, and some of the router's scores, as `add_norm_scores`
-    has them."""
-    plan, refs, how, first = cta.plan, cta.refs, cta.plan.after, own * SCORES
-    # Asked for before it is waited for.
-    places = [jnp.minimum(first + index, plan.experts - 1) for index in range(SCORES)]
-    scorers = [load_padded(refs["scorer"].at[place]) for place in places]
-    given = plan.kv_heads * plan.splits
-    await_announced(refs["ready"], 2 * plan.kv_heads * APART, given=given, taken=plan.scorers)
-    added, scaled = add_norm_row(
-        refs["out"], refs["stream"], refs["after_norm"], 0, how.eps, how.zero_centered, how.rounds_last
-    )
-
-    @pl.when(own == 0)
-    def _() -> None:
-        store_padded(refs["onto"].at[0], added)
-        store_padded(refs["normed"].at[0], scaled)
-
-    for index, (place, row) in enumerate(zip(places, scorers, strict=True)):
-        found = (row.astype(jnp.float32) * scaled.astype(jnp.float32)).sum()
-
-        @pl.when(first + index < plan.experts)
-        def _(place: Any = place, found: Any = found) -> None:
-            bias = refs["scorer_bias"][place].astype(jnp.float32) if "scorer_bias" in refs else 0.0
-            refs["scores"][0, place] = found + bias

@@ -10,7 +10,6 @@ from dflash_kernels.core.device import SHARED_MEMORY, require_page_size
 from dflash_kernels.matmul.few_tiling import BLOCK, RowNorm
 
 HEAD_DIM = 64
-SCORES = 4  # rows of a router in one CTA
 COLUMNS = 8  # of a product: the token and what fills a matrix instruction
 # Tiles of keys of one CTA. A CTA attends with one warpgroup, which more tiles than that would keep longer than memory takes for the
 # output projection.
@@ -67,7 +66,6 @@ class Plan:
       keys: the launch over the pages.
       scale: of scores.
       norm: of the stream.
-      experts: rows of a router that are multiplied with the norm of the stream after attention, 0 without one; after: that norm.
       stages: of the ring of weights, each 64 rows of 64 columns.
     """
 
@@ -76,8 +74,6 @@ class Plan:
     scale: float
     norm: RowNorm
     stages: int
-    experts: int = 0
-    after: RowNorm = SOME_NORM
 
     @property
     def group(self) -> int:
@@ -120,25 +116,14 @@ class Plan:
         return max(self.projected_blocks, self.output_blocks)
 
     @property
-    def scorers(self) -> int:
-        """CTAs that multiply rows of the router, each some of them."""
-        return -(-self.experts // SCORES)
-
-    @property
     def counters(self) -> int:
-        """Words of the counters."""
-        return counters(self.kv_heads)
-
-
-def counters(kv_heads: int) -> int:
-    """Words of the counters: of each KV head one for what is projected and one for what is attended, and one for the product."""
-    return (2 * kv_heads + 1) * APART
+        """Words of the counters: of each KV head one for what is projected and one for what is attended."""
+        return 2 * self.kv_heads * APART
 
 
 def plan(
     dtype: Any, *, heads: int, kv_heads: int, head_dim: int, turned: int, page_size: int, table_width: int, page_dtype: Any,
     hidden: int, window: tuple[int | None, int | None], ctas: int, scale: float = 1.0, norm: RowNorm = SOME_NORM,
-    experts: int = 0, after: RowNorm = SOME_NORM,
 ) -> Plan:  # fmt: skip
     """Raises NotImplementedError with the reason for what does not tile.
 
@@ -172,9 +157,7 @@ def plan(
     # Positions and lengths leave the token itself out.
     before = None if left is None else left - 1
     keys = Keys(group, page_size, table_width, kv_heads, splits, min(tiles, 2), (before, None))
-    made = Plan(hidden, keys, scale, norm, 0, experts, after)
-    if made.scorers > kv_heads * splits:
-        raise NotImplementedError(f"has CTAs for {kv_heads * splits * SCORES} rows of a router, not {experts}")
+    made = Plan(hidden, keys, scale, norm, 0)
     room = SHARED_MEMORY - _RESERVED - made.resident_blocks * COLUMNS * BLOCK * 2 - TILE * COLUMNS * 4
     room -= TILE * HEAD_DIM * 2 * (1 + 2 * keys.stages)  # queries, keys and values
     if room < 2 * IN_FLIGHT * _TILE_BYTES:

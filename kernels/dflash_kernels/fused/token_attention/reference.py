@@ -6,7 +6,6 @@ from jaxtyping import Array, Float, Int
 
 from dflash_kernels.attention.paged.reference import paged_attention_reference
 from dflash_kernels.fused.few_qkv.reference import few_qkv_write_reference
-from dflash_kernels.matmul.dense.reference import add_norm_scores_reference
 from dflash_kernels.matmul.few.reference import few_linear_reference
 
 
@@ -24,7 +23,6 @@ def token_attention_reference(
     sin: Float[Array, "1 half"],
     added: Any,
     sinks: Float[Array, "N"] | None,
-    scored: Any,
     exchange: Any,
     *,
     window: tuple[int | None, int | None],
@@ -48,9 +46,4 @@ def token_attention_reference(
         sinks=sinks,
         scale=scale,
     )
-    parts = few_linear_reference(out.reshape(1, -1), *output, parts=True)
-    if scored is None:
-        return parts, stream, k_pages, v_pages
-    weight, scorer, bias, eps, zero_centered, rounds_last = scored
-    how = {"eps": eps, "zero_centered": zero_centered, "rounds_last": rounds_last}
-    return parts, stream, k_pages, v_pages, *add_norm_scores_reference(parts, stream, weight, scorer, bias, **how)
+    return few_linear_reference(out.reshape(1, -1), *output, parts=True), stream, k_pages, v_pages
