@@ -184,6 +184,9 @@ class PagedAttend:
             return None
         if not isinstance(output[0], jax.Array) or k.shape != v.shape:
             return None
+        # Of other dtypes the call would be its definition, which attends by XLA.
+        if any(one is not None and one.dtype != x.dtype for one in (*qkv, *output, added.weight)):
+            return None
         sizes: Any = {
             "heads": layer.config.num_heads, "kv_heads": k.shape[1], "head_dim": k.shape[3], "turned": 2 * rotary.cos.shape[-1],
             "page_size": k.shape[2], "table_width": table.shape[1], "page_dtype": k.dtype, "hidden": x.shape[-1],

@@ -61,10 +61,9 @@ def make(
 
 
 def interpreted(call: dict[str, Any], ctas: int) -> tuple[jax.Array, ...]:
-    how: Any = {"window": call["window"] or (None, None), "scale": 0.125, "ctas": ctas, "interpret": INTERPRET}
-    how |= {"exchange": None}
-    given: Any = [call[name] for name in call if name != "window"]
-    return launch(*given, **how)
+    given: Any = [one for name, one in call.items() if name != "window"]
+    window = call["window"] or (None, None)
+    return launch(*given, exchange=None, window=window, scale=0.125, ctas=ctas, interpret=INTERPRET)
 
 
 def check(call: dict[str, Any], found: Any) -> None:
@@ -139,12 +138,25 @@ def test_what_is_refused() -> None:
             ({"table_width": 65}, "4160 keys are 5 tiles"), ({"head_dim": 128, "turned": 128}, "heads of 64"),
             ({"turned": 32}, "32 columns"), ({"page_dtype": jnp.int8}, "int8"), ({"hidden": 2888}, "whole 64s"),
             ({"window": (3, 3)}, "windows to the left"), ({"heads": 128}, "18 heads"), ({"page_size": 24}, "page sizes"),
-            ({"hidden": 12288}, "no room"),
+            ({"hidden": 12288}, "no room"), ({"heads": 112, "hidden": 5120}, "weights of 14 heads"),
+            ({"heads": 32, "kv_heads": 1}, "weights of 32 heads"), ({"kv_heads": 16, "heads": 128}, "10 heads"),
         ):  # fmt: skip
             assert reason in str(token_attention_refusal(jnp.bfloat16, **sizes | changes))
     fits = plan(jnp.bfloat16, **sizes, window=(None, None), ctas=132)
     assert fits.splits == 16
     assert fits.stages >= 16
+
+
+def test_shapes_are_checked() -> None:
+    call = make(1, **SMALL)
+    for changes, reason in (
+        ({"exchange": token_attention_exchange(3)}, "for 2 key heads"), ({"sinks": jnp.zeros((3,))}, "sinks"),
+        ({"qkv": (call["qkv"][0][:-64], None)}, "must be"), ({"output": (call["output"][0], jnp.zeros((64,)))}, "bias"),
+        ({"x": call["x"][:, :64]}, "belong together"), ({"cos": call["cos"][:, :16]}, "half of 64"),
+        ({"added": call["added"]._replace(weight=jnp.zeros((64,)))}, "norm's weight"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=reason):
+            token_attention(**call | changes)
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="for machines without a Hopper GPU")

@@ -11,7 +11,7 @@ from dflash_kernels.core.dispatch import first_fitting
 from dflash_kernels.core.validation import check_axes, check_floats, check_integers, check_of_heads, check_sequences
 from dflash_kernels.fused.few_qkv.api import AddNorm
 from dflash_kernels.fused.token_attention.mosaic_gpu import refuse, token_attention_mosaic_gpu
-from dflash_kernels.fused.token_attention.plan import APART
+from dflash_kernels.fused.token_attention.plan import counters
 from dflash_kernels.fused.token_attention.reference import token_attention_reference
 
 IMPLEMENTATIONS = {"mosaic_gpu": token_attention_mosaic_gpu, "xla": token_attention_reference}
@@ -50,7 +50,7 @@ def token_attention_refusal(
 def token_attention_exchange(kv_heads: int) -> Any:
     """A Ref that calls of `token_attention` with so many key heads may share which never run at the same time: each leaves it as it
     was."""
-    return jax.new_ref(jnp.zeros((2 * kv_heads * APART,), jnp.int32))
+    return jax.new_ref(jnp.zeros((counters(kv_heads),), jnp.int32))
 
 
 def token_attention(
@@ -121,6 +121,8 @@ def token_attention(
         raise ValueError(
             f"parts {added.parts.shape} and a norm's weight {added.weight.shape} do not fit a stream {x.shape}"
         )
+    if exchange is not None and exchange.shape != (counters(kv_heads),):
+        raise ValueError(f"an exchange {exchange.shape} is not one for {kv_heads} key heads")
     check_of_heads(width // head_dim, sinks=sinks)
     with jax.named_scope("token_attention"):
         out = first_fitting(

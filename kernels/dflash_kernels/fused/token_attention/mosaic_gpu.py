@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from dflash_kernels.core.device import require_hopper, target
-from dflash_kernels.fused.token_attention.plan import Plan, plan
+from dflash_kernels.fused.token_attention.plan import Plan, counters, plan
 from dflash_kernels.matmul.few_tiling import RowNorm
 
 
@@ -49,7 +49,7 @@ def launch(
     given |= {"cos": cos.astype(jnp.float32), "sin": sin.astype(jnp.float32)}
     lengths = {"table": page_table, "seq_lens": seq_lens - q_lens, "q_lens": q_lens, "slots": slots}
     given |= {name: one.astype(jnp.int32) for name, one in lengths.items()}
-    exchange = jax.new_ref(jnp.zeros((schedule.counters,), jnp.int32)) if exchange is None else exchange
+    exchange = jax.new_ref(jnp.zeros((counters(kv_heads),), jnp.int32)) if exchange is None else exchange
     return _run(schedule, given, k_pages, v_pages, exchange, interpret)
 
 

@@ -1,12 +1,13 @@
 """Attention of one token with the projections around it on Hopper, by one persistent kernel.
 
-Memory is never idle: while CTAs wait for one another, the ring fills with weights of the output projection, most of which fit it.
-They wait for CTAs of the same KV head alone, and twice: for heads of 64 rows, which one each of some of them projects, and for
-splits, as each attends to every so manieth tile of keys. Then each multiplies the columns of the output projection that the KV
-head's queries meet; products of KV heads are left to be added. The token's own key is left out of the tiles, whose copies begin
-before it is written, and counts when splits are put together.
+A KV head has a row of CTAs, which wait for one another twice and for no others: for its heads, as some of them project one each,
+and for its splits (split-KV), as each attends to a tile of keys in turn. Then each combines the splits and multiplies some rows of
+the output projection, of the columns that the KV head's queries meet; products of KV heads are left to be added. While CTAs wait,
+the ring fills with weights of that projection, most of which fit it, so memory is seldom idle.
 
-One warpgroup norms, multiplies and attends, the other one starts the copies of weights.
+Copies of keys begin before the token's own key is written. So that is in no tile, and counts where splits are combined.
+
+One warpgroup norms, multiplies and attends, the other one is the producer of weights.
 """
 
 # pyright: reportAbstractUsage=false, reportPrivateImportUsage=false
@@ -56,7 +57,7 @@ def token_attention(
     Args:
       given: `x [1, D]`, `added [S, 1, D]`, `norm [D]`, the weights `qkv` and `o` and the biases that there are, `sinks [N]` or
         none, `cos`, `sin`, `table [1, W]`, `seq_lens [1]` without the token, `q_lens [1]` and `slots [1]`.
-      ready: a Ref of `plan.counters` zeros that no other launch uses at the same time, and holds zeros afterwards.
+      ready: a Ref of `counters(K)` zeros that no other launch uses at the same time, and holds zeros afterwards.
     """
     pools = {"k": aliased_ref(k_pages), "v": aliased_ref(v_pages)}
     dtype, splits = given["x"].dtype, (plan.kv_heads, plan.splits)
@@ -209,7 +210,7 @@ def produce(cta: Cta) -> None:
 
 
 def consume(cta: Cta) -> None:
-    """The layer's part of a CTA, in order. Keys and values are on their way while heads are projected."""
+    """The stages of a CTA, in order. Keys and values are on their way while heads are projected."""
     if PROJECT in cta.stages:
         pl.when(cta.projects)(lambda: norm(cta))
     if ATTEND in cta.stages:
@@ -328,23 +329,20 @@ def _step(cta: Cta, tile: Any, carry: Any, *, masked: bool) -> tuple[Any, Any, A
 
 
 def multiply_output(cta: Cta) -> None:
-    """Splits and the token's own key put together, and this CTA's tiles of the product with what that gives."""
-    plan, refs, own = cta.plan, cta.refs, cta.head
-    await_announced(refs["ready"], (plan.kv_heads + own) * APART, given=plan.splits, taken=plan.splits)
-    place, sinks = [refs["slots"][0], refs["q_lens"][0], own], refs.get("sinks")
-    pools = refs["k"], refs["v"]
+    """Combines the splits and the token's own key, and multiplies this CTA's tiles of weights by what that gives."""
+    plan, refs, head = cta.plan, cta.refs, cta.head
+    await_announced(refs["ready"], (plan.kv_heads + head) * APART, given=plan.splits, taken=plan.splits)
+    place, sinks = [refs["slots"][0], refs["q_lens"][0], head], refs.get("sinks")
+    given = [refs["parts"].at[head], refs["lses"].at[head], cta.queries.at[0], refs["k"], refs["v"]]
     blocks = cta.buffers["x_sm"].at[pl.ds(0, plan.output_blocks)]
-    queries = refs["q"].at[0, pl.ds(own * plan.group, plan.group)]
-    combine_with_own(
-        refs["parts"].at[own], refs["lses"].at[own], queries, *pools, place, sinks, blocks, scale=plan.scale
-    )  # fmt: skip
+    combine_with_own(*given, place, sinks, blocks, scale=plan.scale)
 
     def of_tile(turn: Any, _: None) -> None:
         tile, step = cta.tile(turn), cta.projected_steps + turn * plan.output_blocks
         product = multiply(cta, zeros((TILE, COLUMNS)), step, 0, plan.output_blocks)
         if "o_bias" in refs:
             # One of those whose products are added has the bias.
-            product = product + _bias(refs["o_bias"], tile, product.shape) * jnp.where(own == 0, 1.0, 0.0)
-        store_transposed(refs["out"].at[own], tile * TILE, product, rows=TILE, tokens=1)
+            product = product + _bias(refs["o_bias"], tile, product.shape) * jnp.where(head == 0, 1.0, 0.0)
+        store_transposed(refs["out"].at[head], tile * TILE, product, rows=TILE, tokens=1)
 
     lax.fori_loop(0, cta.tiles, of_tile, None)

@@ -30,7 +30,7 @@ class Keys:
     what it has just written.
 
     Attributes:
-      splits: CTAs of a KV head; stages: tiles in flight.
+      splits: CTAs of a KV head, which take turns at its tiles; stages: tiles in flight.
     """
 
     group: int
@@ -115,10 +115,10 @@ class Plan:
         """Blocks of the products' right operand that shared memory has room for."""
         return max(self.projected_blocks, self.output_blocks)
 
-    @property
-    def counters(self) -> int:
-        """Words of the counters: of each KV head one for what is projected and one for what is attended."""
-        return 2 * self.kv_heads * APART
+
+def counters(kv_heads: int) -> int:
+    """Words of the counters: of each KV head one for the heads that are projected and one for its splits."""
+    return 2 * kv_heads * APART
 
 
 def plan(
@@ -160,6 +160,8 @@ def plan(
     made = Plan(hidden, keys, scale, norm, 0)
     room = SHARED_MEMORY - _RESERVED - made.resident_blocks * COLUMNS * BLOCK * 2 - TILE * COLUMNS * 4
     room -= TILE * HEAD_DIM * 2 * (1 + 2 * keys.stages)  # queries, keys and values
-    if room < 2 * IN_FLIGHT * _TILE_BYTES:
-        raise NotImplementedError(f"rows of {hidden} leave no room for weights")
-    return dataclasses.replace(made, stages=room // _TILE_BYTES)
+    stages = room // _TILE_BYTES
+    # All blocks of a tile of the output projection are multiplied before any is given back.
+    if stages < max(2 * IN_FLIGHT, made.output_blocks):
+        raise NotImplementedError(f"rows of {hidden} leave no room for weights of {group} heads")
+    return dataclasses.replace(made, stages=stages)
