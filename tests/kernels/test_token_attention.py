@@ -145,6 +145,8 @@ def test_what_is_refused() -> None:
     fits = plan(jnp.bfloat16, **sizes, window=(None, None), ctas=132)
     assert fits.splits == 16
     assert fits.stages >= 16
+    with pytest.raises(NotImplementedError, match="10 heads, more than 78 multiprocessors"):
+        plan(jnp.bfloat16, **sizes, window=(None, None), ctas=78)
 
 
 def test_shapes_are_checked() -> None:

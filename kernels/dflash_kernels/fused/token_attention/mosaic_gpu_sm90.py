@@ -333,7 +333,8 @@ def multiply_output(cta: Cta) -> None:
     plan, refs, head = cta.plan, cta.refs, cta.head
     await_announced(refs["ready"], (plan.kv_heads + head) * APART, given=plan.splits, taken=plan.splits)
     place, sinks = [refs["slots"][0], refs["q_lens"][0], head], refs.get("sinks")
-    given = [refs["parts"].at[head], refs["lses"].at[head], cta.queries.at[0], refs["k"], refs["v"]]
+    queries = refs["q"].at[0, pl.ds(head * plan.group, plan.group)]
+    given = [refs["parts"].at[head], refs["lses"].at[head], queries, refs["k"], refs["v"]]
     blocks = cta.buffers["x_sm"].at[pl.ds(0, plan.output_blocks)]
     combine_with_own(*given, place, sinks, blocks, scale=plan.scale)
 
