@@ -1,6 +1,7 @@
 """Self-attention over pages: write the new tokens' keys and values, then let the queries see the whole sequence."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, cast
 
 import jax
@@ -20,6 +21,8 @@ from dflash_kernels import (
     qkv_attention_refusal,
     qkv_write,
     schedule_helps,
+    token_attention,
+    token_attention_refusal,
 )
 from jaxtyping import Array, Bool, Float, Int
 
@@ -36,7 +39,7 @@ from dflash_jax.cache.pages import Pages, slots_of
 from dflash_jax.execution import switches
 from dflash_jax.models.deepseek import MLAttention
 from dflash_jax.models.dflash import DFlash
-from dflash_jax.models.layers import Attention, BlockRows, ChoiceRows, Rotary
+from dflash_jax.models.layers import Attention, BlockRows, ChoiceRows, Linear, Rotary
 from dflash_jax.parallel.collectives import ranks_here
 
 
@@ -153,33 +156,59 @@ class PagedAttend:
 
         With `added` what it adds and norms, too; then x comes with that.
         """
-        i, weight = layer.index, layer.qkv_proj.weight[...]
-        pool, bias = cache.k[i], layer.qkv_proj.bias
-        if (
-            not (switches.FEW and isinstance(weight, jax.Array) and bias is not None)
-            or self.dealt > 1
-            or not layer.keeps
-        ):
-            return None
-        if (
-            layer.pairs
-            or layer.beside
-            or layer.norms[0] is not None
-            or pool.dtype != cache.v[i].dtype
-            or ranks_here() > 1
-        ):
+        i, (weight, bias) = layer.index, _matrix(layer.qkv_proj)
+        pool = cache.k[i]
+        if bias is None or not self._writes_rows(layer, cache):
             return None
         sizes = {"head_dim": pool.shape[3], "turned": 2 * rotary.cos.shape[-1], "page_dtype": pool.dtype}
         if few_qkv_write_refusal(self.rows, x.dtype, x.shape[-1], **sizes, norms=added is not None) is not None:
             return None
         rows, cos, sin = (one.reshape(self.rows, one.shape[-1]) for one in (x, *rotary))
-        given = pool, cache.v[i], rows, weight, bias[...], of_layer(self.slots, i), cos, sin
+        given = pool, cache.v[i], rows, weight, bias, of_layer(self.slots, i), cos, sin
         if added is None:
             q, k, v = few_qkv_write(*given)
         else:
             rows, (q, k, v) = few_qkv_write(*given, added=added)
         cache = cache.with_layer(i, k=k, v=v)
         return rows.reshape(x.shape), self._over(layer, q.reshape(*x.shape[:2], *q.shape[1:]), cache), cache
+
+    def of_token(
+        self, layer: Attention, x: Array, rotary: Rotary, cache: Pages, added: AddNorm, exchange: Callable[[int], Any]
+    ) -> tuple[Array, Array, Pages] | None:
+        """See `Attention.mix_token`: of one token, where nothing but speed tells that from separate launches."""
+        i, qkv, output = layer.index, *map(_matrix, layer.projections)
+        k, v, table = cache.k[i], cache.v[i], of_layer(self.page_table, i)
+        if not (switches.TOKEN_ATTENTION and self.rows == 1 and self._writes_rows(layer, cache)):
+            return None
+        if self.exact or self.parts is not None or not layer.causal or layer.soft_cap is not None:
+            return None
+        if not isinstance(output[0], jax.Array) or k.shape != v.shape:
+            return None
+        # Of other dtypes the call would be its definition, which attends by XLA.
+        if any(one is not None and one.dtype != x.dtype for one in (*qkv, *output, added.weight)):
+            return None
+        sizes: Any = {
+            "heads": layer.config.num_heads, "kv_heads": k.shape[1], "head_dim": k.shape[3], "turned": 2 * rotary.cos.shape[-1],
+            "page_size": k.shape[2], "table_width": table.shape[1], "page_dtype": k.dtype, "hidden": x.shape[-1],
+        }  # fmt: skip
+        if token_attention_refusal(x.dtype, **sizes, window=layer.window) is not None:
+            return None
+        rows, cos, sin = (one.reshape(1, one.shape[-1]) for one in (x, *rotary))
+        sinks = None if layer.sinks is None else layer.sinks[...]
+        parts, rows, k, v = token_attention(
+            k, v, rows, qkv, output, table, self.seq_lens, self.q_lens, of_layer(self.slots, i), cos, sin, added=added, sinks=sinks,
+            window=layer.window, scale=layer.scale, exchange=exchange(k.shape[1]),
+        )  # fmt: skip
+        return rows.reshape(x.shape), parts, cache.with_layer(i, k=k, v=v)
+
+    def _writes_rows(self, layer: Attention, cache: Pages) -> bool:
+        """Whether the launch of a layer's projection of few rows may write to the pages: heads are rotated and nothing else."""
+        i, (weight, bias) = layer.index, _matrix(layer.qkv_proj)
+        if not (switches.FEW and isinstance(weight, jax.Array) and bias is not None and layer.keeps):
+            return False
+        if self.dealt > 1 or ranks_here() > 1 or cache.k[i].dtype != cache.v[i].dtype:
+            return False
+        return not layer.pairs and not layer.beside and layer.norms[0] is None
 
     def _over(self, layer: Attention, q: Array, cache: Pages) -> Array:
         """Queries over the pages, which have their own rows already."""
@@ -322,6 +351,11 @@ class PagedAttend:
             context_chunk=self.form.chunk(row), latent_scale=scale, dealt=self.dealt, interleave=self.interleave,
             float8=q_scale is not None,
         )  # fmt: skip
+
+
+def _matrix(layer: Linear) -> tuple[Any, Array | None]:
+    """A matrix as it is stored, and its bias where it has one."""
+    return layer.weight[...], None if layer.bias is None else layer.bias[...]
 
 
 def write_context(

@@ -3,7 +3,8 @@
 Called one after the other, they would be twice as many launches.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ from dflash_kernels import (
     few_linear,
     few_linear_refusal,
     routed_experts_exchange,
+    token_attention_exchange,
 )
 from jaxtyping import Array, Float
 
@@ -49,20 +51,33 @@ def run_fused_moe(
     rows = x.shape[0] * x.shape[1]
     exchange = routed_experts_exchange(max(layer.mlp.experts.count if layer.mlp.routed else 0 for layer in layers))
     stream, normed, streams = x.reshape(rows, -1), normed.reshape(rows, -1), []
+    meeting = functools.cache(token_attention_exchange)
     projected: Array | None = None
     mixed: Any = None  # by the launch that normed, too
+    given: Array | None = None  # parts of what attention adds to the stream, by the launch that normed, too
+    if ranks is None:
+        nothing = jnp.zeros((1, *stream.shape), jnp.float32)
+        first = _attended(layers[0], nothing, stream, x.shape, rotary, attend, cache, meeting)
+        if first is not None:
+            stream, given, cache = first
     for layer, later in zip(layers, (*layers[1:], None), strict=True):
-        if projected is not None:
-            mixed, cache = layer.mixer.mix(projected.reshape(*x.shape[:-1], -1), rotary, attend, cache)
-        elif mixed is None:
-            mixed, cache = _mixed(layer.mixer, normed.reshape(x.shape), rotary, attend, cache)
-        parts = _projected(layer.mixer.projections[1], mixed.reshape(rows, -1), meets=ranks is None)
-        stream, parts = _fed(layer, parts, stream, exchange, ranks)
+        if given is None:
+            if projected is not None:
+                mixed, cache = layer.mixer.mix(projected.reshape(*x.shape[:-1], -1), rotary, attend, cache)
+            elif mixed is None:
+                mixed, cache = _mixed(layer.mixer, normed.reshape(x.shape), rotary, attend, cache)
+            given = _projected(layer.mixer.projections[1], mixed.reshape(rows, -1), meets=ranks is None)
+        stream, parts = _fed(layer, given, stream, exchange, ranks)
         after = norm if later is None else later.input_norm
-        projected = mixed = None
-        added = None if ranks is not None else _added_and_mixed(later, parts, stream, x.shape, rotary, attend, cache)
+        projected = mixed = given = added = attended = None
+        if ranks is None:
+            attended = _attended(later, parts, stream, x.shape, rotary, attend, cache, meeting)
+        if ranks is None and attended is None:
+            added = _added_and_mixed(later, parts, stream, x.shape, rotary, attend, cache)
         if ranks is not None:
             stream, normed = summed_norm(parts, stream, after, ranks)
+        elif attended is not None:
+            stream, given, cache = attended
         elif added is not None:
             stream, mixed, cache = added
         elif later is not None and _together(later.mixer.projections[0], rows, x.dtype):
@@ -109,6 +124,24 @@ def _added_and_mixed(
         return None
     whole = layer.mixer.mix_rows
     found = whole(stream.reshape(shape), rotary, attend, cache, AddNorm(parts, **_weight(layer.input_norm)))
+    return None if found is None else (found[0].reshape(stream.shape), *found[1:])
+
+
+def _attended(
+    layer: Any,
+    parts: Float[Array, "S M D"],
+    stream: Float[Array, "M D"],
+    shape: tuple[int, ...],
+    rotary: Rotary,
+    attend: Any,
+    cache: Cache,
+    meeting: Callable[[int], Any],
+) -> tuple[Float[Array, "M D"], Float[Array, "S M D"], Cache] | None:
+    """The stream with `parts` added, and parts of what the next layer's attention adds, where that is one launch; else None."""
+    if layer is None or not hasattr(layer.mixer, "mix_token"):
+        return None
+    added = AddNorm(parts, **_weight(layer.input_norm))
+    found = layer.mixer.mix_token(stream.reshape(shape), rotary, attend, cache, added, meeting)
     return None if found is None else (found[0].reshape(stream.shape), *found[1:])
 
 

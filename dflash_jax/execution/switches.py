@@ -19,6 +19,7 @@ FEW = True  # products of a few rows with a bias in one launch
 FUSED_MXFP4 = True  # fused runner of layers with such experts
 NORM_PRODUCT = True  # of one token, a norm and the projection after it as one launch
 NORM_HEADS = True  # the same where heads are rotated and written in that launch
+TOKEN_ATTENTION = True  # of one token, all from there to the output projection as one launch
 SPARSE = True  # kernels for an indexer's scores, its choice and attention to it
 RANK_EXCHANGE = True  # GPUs that share a model add up in kernels of the package's own while decoding
 RANK_EXCHANGE_DELTA = True  # also those of gated delta nets

@@ -575,6 +575,17 @@ class Attention(nnx.Module):
         whole = getattr(attend, "of_rows", None)
         return None if whole is None else whole(self, x, rotary, cache, added)
 
+    def mix_token(
+        self, x: Array, rotary: Rotary, attend: Attend, cache: Cache, added: Any, exchange: Callable[[int], Any]
+    ) -> tuple[Array, Array, Cache] | None:
+        """The residual stream `x [B,T,D]` after what is `added`, as of `few_qkv_write`, and what attention adds to it then, output
+        projection included, in parts `[S,B*T,D]` float32, where attention has both in one launch (`of_token`); else None.
+
+        `exchange` gives the memory through which CTAs meet, for so many key heads.
+        """
+        whole = getattr(attend, "of_token", None)
+        return None if whole is None else whole(self, x, rotary, cache, added, exchange)
+
     def __call__(self, x: Array, rotary: Rotary, attend: Attend, cache: Cache = None) -> tuple[Array, Cache]:
         out, cache = self.mix(self.qkv_proj(x), rotary, attend, cache)
         return self.o_proj(out.reshape(*out.shape[:-2], -1)), cache

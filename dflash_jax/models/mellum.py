@@ -4,7 +4,7 @@ Qwen3's layers with experts, of which some see a window of keys and rotate heads
 classes, whose defaults absent keys mean.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,6 +105,12 @@ class MellumAttention(Attention):
     ) -> tuple[Array, Array, Cache] | None:
         """See `Attention`."""
         return super().mix_rows(x, own_rotation(rotary, self.turned), attend, cache, added)
+
+    def mix_token(
+        self, x: Array, rotary: Rotary, attend: Attend, cache: Cache, added: Any, exchange: Callable[[int], Any]
+    ) -> tuple[Array, Array, Cache] | None:
+        """See `Attention`."""
+        return super().mix_token(x, own_rotation(rotary, self.turned), attend, cache, added, exchange)
 
 
 class Mellum(TwoRotationsDecoder):

@@ -44,6 +44,12 @@ from dflash_kernels.fused.layer.api import (
 )
 from dflash_kernels.fused.linear_pair.api import linear_chain, linear_chain_exchange, linear_chain_refusal
 from dflash_kernels.fused.qkv_attention.api import QkvAttended, qkv_attention, qkv_attention_refusal
+from dflash_kernels.fused.token_attention.api import (
+    TokenAttended,
+    token_attention,
+    token_attention_exchange,
+    token_attention_refusal,
+)
 from dflash_kernels.kv_cache.index.api import index_encode
 from dflash_kernels.kv_cache.latent.api import latent_decode, latent_encode, latent_pack, latent_unpack
 from dflash_kernels.kv_cache.latent.gather import latent_gather
@@ -135,6 +141,7 @@ __all__ = [
     "QkvWritten",
     "QuantizedOutput",
     "RankExchange",
+    "TokenAttended",
     "add_norm",
     "add_norm_dense",
     "add_norm_dense_refusal",
@@ -239,4 +246,7 @@ __all__ = [
     "stream_norm",
     "sum_exchange",
     "swizzle_scales",
+    "token_attention",
+    "token_attention_exchange",
+    "token_attention_refusal",
 ]  # fmt: skip

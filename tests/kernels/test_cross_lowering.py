@@ -84,6 +84,14 @@ OPS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
         ),
         {},
     ),
+    "token_attention": (
+        (
+            *[array(99, 8, 64, 64)] * 2, array(1, 2880), (array(5120, 2880), array(5120)), (array(2880, 4096), array(2880)),
+            integers(1, TABLE), *[integers(1)] * 3, *[array(1, 32, dtype=jnp.float32)] * 2,
+            array(4, 1, 2880, dtype=jnp.float32), array(2880), array(64),
+        ),
+        {},
+    ),
     "kv_write": (
         ((POOL,) * 5, (POOL,) * 5, array(64, 80 * 128), integers(64), *[array(64, 64, dtype=jnp.float32)] * 2), {},
     ),
@@ -209,6 +217,12 @@ def delta_prefill(projected: Any, weights: Any, state: Any, slots: Any, *told: A
     return dflash_kernels.delta_prefill(projected, weights, state, slots=slots, **told, **options)
 
 
+def token_attention(*arrays: Any) -> Any:
+    *given, parts, norm, sinks = arrays
+    added = dflash_kernels.AddNorm(parts, norm, 1e-5, rounds_last=True)
+    return dflash_kernels.token_attention(*given, added=added, sinks=sinks)
+
+
 # Of calls that need more than arrays in order.
 WRITTEN_OUT: dict[str, Callable[..., Any]] = {
     "layer_chain": layer_chain,
@@ -216,6 +230,7 @@ WRITTEN_OUT: dict[str, Callable[..., Any]] = {
     "linear_chain": linear_chain,
     "delta_prefill": delta_prefill,
     "filtered_choice": filtered_choice,
+    "token_attention": token_attention,
     "index_scores": lambda *arrays: dflash_kernels.index_scores(*arrays[:-1], index_scale=arrays[-1]),
     "qkv_attention": lambda *arrays: dflash_kernels.qkv_attention(*arrays[:-2], q_norm=arrays[-2], k_norm=arrays[-1]),
     "stream_norm": lambda stream, norm, **options: dflash_kernels.stream_norm(stream, 16, norm, **options),
@@ -251,7 +266,17 @@ def test_attention_is_a_kernel_where_there_is_one() -> None:
 
 
 @pytest.mark.parametrize(
-    "op", ["qkv_write", "few_qkv_write", "kv_write", "cache_write", "latent_write", "latent_write bytes", "mla_write"]
+    "op",
+    [
+        "qkv_write",
+        "few_qkv_write",
+        "token_attention",
+        "kv_write",
+        "cache_write",
+        "latent_write",
+        "latent_write bytes",
+        "mla_write",
+    ],
 )
 def test_a_write_is_one_launch_where_there_is_a_kernel(op: str) -> None:
     assert lowered(op, "NVIDIA H200") == ["mosaic_gpu_v2"]

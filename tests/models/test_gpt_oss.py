@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from dflash_kernels import Mxfp4Tiles
+from dflash_kernels import AddNorm, Mxfp4Tiles, token_attention_exchange
 from flax import nnx
 from safetensors.numpy import load_file
 
@@ -363,6 +363,62 @@ def test_a_projection_that_norms_is_the_norm_and_the_projection(monkeypatch: pyt
         assert written[0] == 5 * (len(model.layers) - 1) * together
     for true, one in zip(jax.tree.leaves(found[False]), jax.tree.leaves(found[True]), strict=True):
         np.testing.assert_allclose(one, true, rtol=0, atol=1e-5)
+
+
+def test_a_tokens_attention_is_that_of_separate_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One token at a time, over pages, behind a window too, and one that is not real: all layers' streams."""
+    config = replace(GPT_OSS_TARGETS["gpt-oss-20b"], **SMALL)
+    params = gpt_oss_derived(config, init_params(gpt_oss_parameters(config), jax.random.key(0)))
+    model: Any = bind(config, tile_experts(config, params))
+    monkeypatch.setattr(paged, "token_attention_refusal", lambda *_, **__: None)
+    monkeypatch.setattr(plan, "mxfp4_mixture_refusal", lambda *_, **__: None)
+    calls, real = [0], paged.token_attention
+
+    def counted(*args: Any, **options: Any) -> Any:
+        calls[0] += 1
+        return real(*args, **options)
+
+    monkeypatch.setattr(paged, "token_attention", counted)
+    shape, weights = CallShape(1, 1, jnp.dtype("float32")), WeightFormat("float32", experts="mxfp4_tiles")
+    chosen, found = choose(layer_traits(config), shape, weights), {}
+    for together in (False, True):
+        monkeypatch.setattr(switches, "TOKEN_ATTENTION", together)
+        kept, found[together] = make_pages(config, 6, 4, jnp.dtype("float32")), []
+        for token in range(7):
+            positions, live = jnp.asarray([[token]]), token < 6
+            attend = PagedAttend(jnp.asarray([[2, 0, 5]]), positions, jnp.asarray([int(live)]), 4)
+            x = jax.random.normal(jax.random.key(token), (1, 1, config.hidden_size))
+            streams, last, kept = Planned(chosen)(model.layers, model.norm, x, model.rotary(positions), attend, kept)
+            found[together].append([*streams, last, *kept.k, *kept.v])
+        assert calls[0] == 7 * len(model.layers) * together
+    for true, one in zip(jax.tree.leaves(found[False]), jax.tree.leaves(found[True]), strict=True):
+        np.testing.assert_allclose(one, true, rtol=0, atol=1e-5)
+
+
+def test_what_keeps_separate_launches_at_one_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = replace(GPT_OSS_TARGETS["gpt-oss-20b"], **SMALL)
+    params = init_params(gpt_oss_parameters(config), jax.random.key(0))
+    model: Any = bind(config, gpt_oss_derived(config, params))
+    monkeypatch.setattr(paged, "token_attention_refusal", lambda *_, **__: None)
+    pages, layer = make_pages(config, 6, 4, jnp.dtype("float32")), model.layers[0]
+
+    def attended(tokens: int = 1, dtype: Any = jnp.float32, **how: Any) -> bool:
+        positions, shape = jnp.arange(tokens)[None], (tokens, config.hidden_size)
+        attend = PagedAttend(jnp.asarray([[2, 0, 5]]), positions, jnp.asarray([tokens]), 4, **how)
+        added = AddNorm(jnp.zeros((1, *shape)), layer.input_norm.weight[...].astype(dtype), 1e-5)
+        found = layer.attn.mix_token(
+            jnp.ones((1, *shape)), model.rotary(positions), attend, pages, added, token_attention_exchange
+        )
+        return found is not None
+
+    assert attended()
+    assert not attended(tokens=2)
+    assert not attended(exact=True)
+    assert not attended(shared=jnp.asarray([0]))  # a cascade's
+    assert not attended(dealt=2)
+    assert not attended(dtype=jnp.bfloat16)
+    monkeypatch.setattr(paged, "ranks_here", lambda: 2)
+    assert not attended()
 
 
 @pytest.mark.parametrize(("rows", "launches"), [(8, 5), (64, 4)])

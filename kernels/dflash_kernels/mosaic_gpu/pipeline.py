@@ -47,12 +47,18 @@ class Ring:
         """Waits until the stage is full."""
         plgpu.barrier_wait(self.full.at[stage])
 
-    def limit_in_flight(self, step: Any, steps: int) -> None:
+    def limit_in_flight(self, step: Any, steps: Any) -> None:
         """Waits, before a step's copies, for those of `steps` steps before; not in the interpreter, where none is in flight."""
         if interpreting():
             return
         landed = step - steps
         pl.when(landed >= 0)(lambda: self.consumer_wait(self.stage(landed)))
+
+    def await_landed(self, first: Any, last: Any) -> None:
+        """Waits for the copies of steps `first` up to `last`: for who limits those in flight to fewer than until now, as whoever
+        waits at a barrier waits for each of its completions."""
+        if not interpreting():
+            lax.fori_loop(first, last, lambda step, _: self.consumer_wait(self.stage(step)), None)
 
     def consumer_release(self, stage: Any) -> None:
         """Gives the stage back."""
