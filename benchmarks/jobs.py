@@ -105,7 +105,6 @@ BENCHMARKS = {
 }
 # Jobs whose rows nobody has brought home yet; their seconds are guesses.
 WITHOUT_ROWS = (
-    "decode_35b_32k",
     "pair_fp8",
     "pair_draft_fp8_dynamic",
     "pair_dflash",

@@ -150,7 +150,7 @@ def test_weights_in_eight_bits_leave_room_for_pages(monkeypatch):
     plans = [dj.load(**options, weight_dtype=kind).memory for kind in (None, "int8", "fp8")]
     assert plans[0].num_pages == 11
     for narrow in plans[1:]:
-        assert narrow.weights < 0.54 * wide.weights
+        assert narrow.weights < 0.55 * wide.weights
         assert narrow.num_pages == (wide.weights - narrow.weights + 11 * wide.page) // wide.page > 11
         assert 0 <= narrow.left < narrow.page
 
@@ -269,11 +269,11 @@ def test_info_says_what_was_decided(monkeypatch, capsys):
     monkeypatch.setattr(planning, "free_memory", lambda: 500 << 20)
     assert main(["info", "--max-batch", "64"]) == 0
     out = capsys.readouterr().out
-    assert "memory    500 MiB free: 47.34 MiB weights" in out
+    assert "memory    500 MiB free: 49.34 MiB weights" in out
     assert "no room for the 2112 pages" in out
     monkeypatch.setattr(planning, "free_memory", lambda: 30 << 20)
     assert main(["info"]) == 4
-    assert capsys.readouterr().err.startswith("error: the device has 30 MiB free; weights take 47.34 MiB")
+    assert capsys.readouterr().err.startswith("error: the device has 30 MiB free; weights take 49.34 MiB")
 
 
 def test_memory_that_runs_out_is_a_message(monkeypatch):
