@@ -4,8 +4,8 @@
     python benchmarks/train_drafters.py --kinds dflash2
     python benchmarks/train_drafters.py --kinds dspark
     python benchmarks/train_drafters.py --start shipped --rate 1e-3 --seed 1
-    python benchmarks/train_drafters.py --kinds dspark --start pair --optimizer muon --steps 5100 --rate 1e-3 --seed 2
-    python benchmarks/train_drafters.py --kinds dspark --start pair --optimizer muon --form gated --sampled-loss block \
+    python benchmarks/train_drafters.py --kinds dspark --start pair --rank 128 --optimizer muon --steps 5100 --rate 1e-3 --seed 2
+    python benchmarks/train_drafters.py --kinds dspark --start pair --rank 128 --optimizer muon --form gated --sampled-loss block \
         --sampled-share 0.5 --train-until 430 --offline
 
 The third goes on from the weights of `tests/data/dflash`, the DFlash drafter that shipped when its rows were measured: what a kind
@@ -40,6 +40,7 @@ import dflash_jax as dj
 from dflash_jax.checkpoints.opening import open_checkpoint
 from dflash_jax.checkpoints.pair import shipped_pair
 from dflash_jax.engine.acceptance import DraftRecord
+from dflash_jax.errors import DFlashError
 from dflash_jax.models import count
 from dflash_jax.models.dflash import dflash_parameters
 from dflash_jax.models.heads.markov import FORMS
@@ -124,6 +125,10 @@ def trained(options: argparse.Namespace, settings: Settings, clock: Clock) -> Pa
         raise SystemExit(
             f"the shipped target is {checkpoint.config}, training has settings for {settings.target_config}"
         )
+    begun = STARTS.get(options.start, Path(options.start))
+    start = {} if begun is None else open_checkpoint(begun).load("float32")
+    if start and settings.draft_kind == "dspark":
+        start = carried(settings.draft_config, start, settings.seed + 1)
     target = checkpoint.load("bfloat16")
     tokenizer = Tokenizer.from_file(str(shipped_pair() / "target" / "tokenizer.json"))
     files, _ = read_sources(settings)
@@ -133,10 +138,6 @@ def trained(options: argparse.Namespace, settings: Settings, clock: Clock) -> Pa
     )
     continuations = options.continuations or work / "rollouts"
     data = roll_out(settings, target, encode_files(tokenizer, chosen), continuations, clock, part=options.part)
-    begun = STARTS.get(options.start, Path(options.start))
-    start = {} if begun is None else open_checkpoint(begun).load("float32")
-    if start and settings.draft_kind == "dspark":
-        start = carried(settings.draft_config, start, settings.seed + 1)
     drafter = work / f"drafter-{settings.draft_kind}"
     draft = half(train_drafter(settings, target, data, drafter, clock, start=start, until=options.train_until))
     folder = work / settings.draft_kind
@@ -266,6 +267,8 @@ def main() -> int:
         clock = Clock(options.work / f"drafter-{kind}", lambda line: print(line, flush=True), options.stop_after)
         try:
             folder = trained(options, settings, clock)
+        except DFlashError as error:
+            raise SystemExit(f"{kind}: {error}") from None
         except Interrupted as stop:
             print(f"{stop}; the same command goes on", flush=True)
             return 75

@@ -10,6 +10,7 @@ the emitted tokens are the target's samples.
 """
 
 import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import cast
 
@@ -125,6 +126,27 @@ def _proposals(
     return jnp.stack(modes).reshape(-1, rows, len(at), slots)
 
 
+def _continued(
+    settings: Settings, target: Params, prompts: np.ndarray, seed: int, batch: int, *, sampled: bool, temperature: float
+) -> Iterator[tuple[Array, int, Int[Array, "n T"]]]:  # fmt: skip
+    """Of each batch of prompts the key of its noise, the prompts' width, and what the target makes of them, a block more than is
+    judged."""
+    new = settings.evaluation_new + settings.block_size
+    for index, rows in enumerate(np.split(prompts, range(batch, len(prompts), batch))):
+        key, law = jax.random.fold_in(jax.random.key(seed), index), {"sampled": sampled, "temperature": temperature}
+        yield (
+            key,
+            rows.shape[1],
+            continue_prompts(settings.target_config, target, jnp.asarray(rows), key, new=new, **law),
+        )
+
+
+def _places(width: int, new: int) -> Iterator[Int[Array, "n"]]:
+    """Positions of `new` tokens behind a prompt, a few at a time; the last ones may lie behind them."""
+    for start in range(width, width + new, _ANCHORS_AT_ONCE):
+        yield jnp.arange(start, start + _ANCHORS_AT_ONCE)
+
+
 def measure(
     settings: Settings,
     target: Params,
@@ -137,31 +159,22 @@ def measure(
     scales: tuple[float, ...] = SHARED_SCALES,
 ) -> tuple[dict[str, Acceptance], np.ndarray]:
     """Acceptance at a temperature of bfloat16 weights, per kind of proposal, and the new tokens `[n, new]`."""
-    sampled, new, block = temperature > 0, settings.evaluation_new, settings.block_size
+    sampled, new = temperature > 0, settings.evaluation_new
     scales = scales if sampled else ()
     names = ["argmax", *(f"shared x{scale:g}" for scale in scales)]
     scales = tuple(scale / temperature for scale in scales)
     found: dict[str, list[list[int]]] = {name: [] for name in names}
     texts = []
-    for index, rows in enumerate(np.split(prompts, range(batch, len(prompts), batch))):
-        key, width = jax.random.fold_in(jax.random.key(seed), index), rows.shape[1]
-        ids = continue_prompts(
-            settings.target_config,
-            target,
-            jnp.asarray(rows),
-            key,
-            new=new + block,
-            sampled=sampled,
-            temperature=temperature,
-        )
+    for key, width, ids in _continued(settings, target, prompts, seed, batch, sampled=sampled, temperature=temperature):
         _, features = target_pass_jit(settings, target, ids)
-        parts = []
-        for start in range(0, new, _ANCHORS_AT_ONCE):
-            at = jnp.arange(width + start, width + start + _ANCHORS_AT_ONCE)
-            parts.append(
+        proposals = np.concatenate(
+            [
                 np.asarray(_proposals(settings, target, draft, ids, features, at, key, scales).astype(jnp.uint16))
-            )
-        proposals, tokens = np.concatenate(parts, axis=2), np.asarray(ids)
+                for at in _places(width, new)
+            ],
+            axis=2,
+        )
+        tokens = np.asarray(ids)
         for name, drafts in zip(names, proposals, strict=True):
             found[name] += replay(tokens, drafts[:, :new], width, new).cycles
         texts.append(tokens[:, width : width + new])
@@ -209,26 +222,17 @@ def block_verified(
 ) -> float:  # fmt: skip
     """Tokens per cycle where a drafter's samples are judged by block verification, of v1 or DSpark: expected over what is drafted,
     on texts that the target sampled."""
-    new, block, cycles, tokens = settings.evaluation_new, settings.block_size, 0.0, 0.0
-    for index, rows in enumerate(np.split(prompts, range(batch, len(prompts), batch))):
-        key, width = jax.random.fold_in(jax.random.key(seed), index), rows.shape[1]
-        ids = continue_prompts(
-            settings.target_config,
-            target,
-            jnp.asarray(rows),
-            key,
-            new=new + block,
-            sampled=True,
-            temperature=temperature,
-        )
+    new, cycles, tokens = settings.evaluation_new, 0.0, 0.0
+    for _, width, ids in _continued(settings, target, prompts, seed, batch, sampled=True, temperature=temperature):
         final, features = target_pass_jit(settings, target, ids)
-        parts = []
-        for start in range(0, new, _ANCHORS_AT_ONCE):
-            at = jnp.arange(width + start, width + start + _ANCHORS_AT_ONCE)
-            parts.append(
+        stands = np.concatenate(
+            [
                 np.asarray(_stands(settings, target, draft, ids, final, features, at, jnp.float32(temperature)))
-            )
-        more = cycles_of(np.concatenate(parts, axis=1)[:, :new].astype(np.float64))
+                for at in _places(width, new)
+            ],
+            axis=1,
+        )
+        more = cycles_of(stands[:, :new].astype(np.float64))
         cycles, tokens = cycles + more[0], tokens + more[1]
     return tokens / cycles
 

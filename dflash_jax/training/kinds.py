@@ -10,6 +10,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
+from dflash_jax.errors import ParameterError
 from dflash_jax.models import DFlashConfig, init_params
 from dflash_jax.models.dflash import dflash_parameters
 from dflash_jax.models.heads import MarkovConfig, SelectorConfig, head_tables
@@ -99,10 +100,20 @@ def carried(config: DFlashConfig, start: Params, seed: int) -> Params:
 
     Its head may be none, one as in `config`, or a vanilla one of a rank that is no higher. A gate begins at 1/2 everywhere, a
     recurrent head as the tanh of the token before, made small, with a state that nothing reads yet.
+
+    Raises:
+      ParameterError: its head is of a higher rank, or of another form that is not vanilla.
     """
     params, start = initial_weights(config, seed), dict(start)
     if config.head is not None and config.head.kind == "markov" and "head.markov_w2.weight" in start:
-        head = cast(MarkovConfig, config.head)
+        head, rank = cast(MarkovConfig, config.head), start["head.markov_w1.weight"].shape[1]
+        forms = {"head.gate_proj.weight": "gated", "head.joint_proj.weight": "rnn"}
+        form = next((form for name, form in forms.items() if name in start), "vanilla")
+        if rank > head.rank or form not in ("vanilla", head.form) or (form != "vanilla" and rank != head.rank):
+            raise ParameterError(
+                f"a head of form {head.form!r} and rank {head.rank} cannot begin as one of form {form!r} and rank {rank}: "
+                f"set form to {form!r} and rank to {rank}, or take a vanilla head of no higher rank"
+            )
         for name in ("head.markov_w1.weight", "head.markov_w2.weight", "head.confidence_proj.weight"):
             rest = params[name][:, start[name].shape[1] :]
             start[name] = jnp.concatenate([start[name], rest if name == "head.markov_w1.weight" else 0 * rest], axis=1)

@@ -7,6 +7,7 @@ import pytest
 
 import dflash_jax as dj
 from dflash_jax.attention.dense import dense_attend
+from dflash_jax.errors import ParameterError
 from dflash_jax.models import bind, family_of
 from dflash_jax.models.dflash import dflash_parameters
 from dflash_jax.models.heads import Block
@@ -132,6 +133,14 @@ def test_a_head_of_another_form_begins_as_the_one_before(form, rank):
         corrected(bind(one, params).head, base, hidden, tokens) for one, params in ((before, start), (config, grown))
     )
     np.testing.assert_allclose(then, first, atol=2e-2 if form == "rnn" else 1e-5)
+
+
+@pytest.mark.parametrize(("form", "rank"), [("rnn", 8), ("vanilla", 8), ("gated", 16)])
+def test_a_head_that_cannot_begin_as_another_is_refused(form, rank):
+    config = with_changes(TINY, draft_kind="dspark", head=HeadSizes(rank=rank, form=form)).draft_config
+    start = random_weights(with_changes(TINY, draft_kind="dspark", head=HeadSizes(rank=12, form="gated")))
+    with pytest.raises(ParameterError, match="set form to 'gated' and rank to 12"):
+        carried(config, start, 5)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -67,8 +67,7 @@ def _number(area: Any, place: Any) -> Any:
     size = utils.bytewidth(ir.MemRefType(area.type).element_type)
     if size == 4:
         return th.as_real(th.global_word(area, place))
-    wide = "{ .reg .b16 number, zero; ld.global.b16 number, [$1]; mov.b16 zero, 0; mov.b32 $0, {zero, number}; }"
-    return th.as_real(th.inline(wide, th.offset(th.address(area), th.mul(place, size)), returns=th.i32()))
+    return th.bfloat16_at(th.offset(th.address(area), th.mul(place, size)))
 
 
 @thread_op(

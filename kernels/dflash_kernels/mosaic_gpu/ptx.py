@@ -319,6 +319,12 @@ def inline(ptx: str, *operands, returns=None, **options) -> Any:
     return utils.inline_ptx(ptx, *operands, result_types=returns, has_side_effects=True, **options)
 
 
+def bfloat16_at(address):
+    """A number of bfloat16 in global memory, as float32."""
+    wide = "{ .reg .b16 number, zero; ld.global.b16 number, [$1]; mov.b16 zero, 0; mov.b32 $0, {zero, number}; }"
+    return as_real(inline(wide, address, returns=i32()))
+
+
 def commit_shared() -> None:
     """Matrix instructions and TMA that begin afterwards find what the warpgroup's threads have stored in shared memory before."""
     mgpu.commit_shared()

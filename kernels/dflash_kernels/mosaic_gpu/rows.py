@@ -253,9 +253,7 @@ def numbers_at(row: Any, places: Any) -> Any:
     place = vectors.extract(places.registers.item(), [], [0])
     size = th.shape_and_strides(row)[0][0]
     address = th.offset(th.address(row), th.mul(th.least(place, size - 1), 2))
-    wide = "{ .reg .b16 number, zero; ld.global.b16 number, [$1]; mov.b16 zero, 0; mov.b32 $0, {zero, number}; }"
-    found = th.as_real(th.inline(wide, address, returns=th.i32()))
-    return one_each(th.select(th.below(place, size), found, th.real(-math.inf)))
+    return one_each(th.select(th.below(place, size), th.bfloat16_at(address), th.real(-math.inf)))
 
 
 def _reduced(row, target, scratch, line, place, *, kind, vector) -> None:
